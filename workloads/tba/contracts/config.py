@@ -1,0 +1,413 @@
+"""Run configuration: what to train. Knows nothing of Kubernetes (interface.md §1).
+
+`RunConfig` is frozen for the life of a run and lies in the bucket; `LiveConfig` may change while it runs.
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from tba.contracts.base import Contract
+
+PositiveFloat = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Steps = Annotated[int, Field(ge=1)]
+
+
+class SecretRef(Contract):
+    """Name of a Secret in the job's namespace; values never appear in the spec."""
+
+    name: str = Field(min_length=1)
+
+
+class ConfigMapRef(Contract):
+    """A key of a ConfigMap in the job's namespace."""
+
+    name: str = Field(min_length=1)
+    key: str = Field(min_length=1)
+
+
+class LoRA(Contract):
+    """Low-rank adapter to train in place of the full weights."""
+
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0)
+    target_modules: list[str] = Field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"])
+
+
+class Model(Contract):
+    """The model to post-train. Only the trainer reads `uri`; searchers take version 0 from the bucket."""
+
+    uri: str = Field(pattern=r"^(hf|s3|file|pvc)://.+")
+    """hf://org/name, s3://bucket/prefix, file:///directory or pvc://claim/path."""
+    revision: str | None = None
+    """Revision of a Hugging Face repository; resolved once and recorded."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of computation and published weights. Master weights and optimizer are float32 always."""
+    max_model_len: int = Field(1024, ge=2)
+    """Prompt plus response tokens."""
+    trust_remote_code: bool = False
+    secret_ref: SecretRef | None = None
+    """Secret with HF_TOKEN."""
+    lora: LoRA | None = None
+
+
+class Prompts(Contract):
+    """Where prompts come from. JSON Lines, Parquet or a Hugging Face data set."""
+
+    uri: str | None = Field(None, pattern=r"^(hf|s3|file|pvc)://.+")
+    """Exactly one of uri and configMapRef. A relative file:// path is relative to the job file."""
+    config_map_ref: ConfigMapRef | None = None
+    split: str = "train"
+    """Split of a Hugging Face data set; ignored for files."""
+    prompt_field: str = "question"
+    """Column with the prompt's text, or with a list of chat messages."""
+    answer_field: str | None = "answer"
+    """Column handed to the reward function; null if it needs none."""
+    template: str | None = None
+    """Text around the prompt, with {prompt} in it (other braces doubled)."""
+    chat_template: Literal["auto", "on", "off"] = "auto"
+    """auto: the tokenizer's chat template if it has one and `template` is not set."""
+    secret_ref: SecretRef | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.uri is None) == (self.config_map_ref is None):
+            raise ValueError("set exactly one of uri and configMapRef")
+        if self.template is not None and "{prompt}" not in self.template:
+            raise ValueError(f"template must contain {{prompt}}, got {self.template!r}")
+        return self
+
+
+class Reward(Contract):
+    """How a response is scored. Exactly one of name, entrypoint, configMapRef."""
+
+    name: str | None = None
+    """A built-in: gsm8k, math, regex, arithmetic, fake."""
+    entrypoint: str | None = Field(None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    """pkg.mod:fn, called as fn(prompt, response, answer, **parameters) -> float."""
+    config_map_ref: ConfigMapRef | None = None
+    """A Python file with `def reward(prompt, response, answer, **parameters) -> float`."""
+    timeout_seconds: float = Field(10.0, gt=0)
+    """Wall-clock limit of one call; the worker is killed and the sample counted, never scored 0. Live."""
+    memory_bytes: int = Field(2 * 1024**3, ge=64 * 1024**2)
+    """Address-space limit of a reward worker. Live."""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        given = [n for n in ("name", "entrypoint", "config_map_ref") if getattr(self, n) is not None]
+        if len(given) != 1:
+            raise ValueError(f"set exactly one of name, entrypoint and configMapRef, got {len(given)}")
+        return self
+
+
+class Sampling(Contract):
+    """How searchers sample. top_p is 1 and top_k off, always: the objective needs full support."""
+
+    temperature: float = Field(1.0, gt=0)
+    max_tokens: int = Field(512, ge=1)
+    """Response tokens, end-of-sequence included."""
+    stop: list[str] = Field(default_factory=list)
+
+
+class Evaluation(Contract):
+    """Held-out prompts, answered by searchers and aggregated by the trainer."""
+
+    prompts: Prompts | None = None
+    """null: no evaluation."""
+    every_steps: Steps = 50
+    max_prompts: int = Field(1024, ge=1)
+    sampling: Literal["greedy", "sample"] = "greedy"
+    samples: int = Field(1, ge=1)
+    """Responses a prompt; pass@1 and pass@samples are reported."""
+
+    @model_validator(mode="after")
+    def _greedy_once(self) -> Self:
+        if self.sampling == "greedy" and self.samples != 1:
+            raise ValueError(f"samples must be 1 with greedy sampling, got {self.samples}: set sampling: sample")
+        return self
+
+
+class Task(Contract):
+    """Prompts, reward and sampling."""
+
+    prompts: Prompts
+    reward: Reward
+    sampling: Sampling = Sampling()
+    evaluation: Evaluation = Evaluation()
+
+
+class Schedule(Contract):
+    """Learning rate over steps."""
+
+    warmup_steps: int = Field(20, ge=0)
+    decay: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """wsd: constant, then linear to 0 over the last fifth of totalSteps."""
+
+
+class Optimizer(Contract):
+    """AdamW on float32 master weights."""
+
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    max_grad_norm: Literal["auto"] | PositiveFloat | None = "auto"
+    """auto: 3 x the running median of the gradient norm; null: no clipping (always so under lossScale Paper)."""
+
+    @field_validator("betas")
+    @classmethod
+    def _betas(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= b < 1 for b in value):
+            raise ValueError(f"betas must be in [0, 1), got {value}")
+        return value
+
+
+class Reference(Contract):
+    """The policy that holds the live one: log-probabilities are relative to it."""
+
+    type: Literal["Fixed", "Reset", "EMA"] = "Fixed"
+    """Fixed: version 0. Reset: a copy of the policy every everySteps. EMA: moving average."""
+    every_steps: Steps | None = None
+    """Of Reset."""
+    decay: Fraction | None = None
+    """Of EMA: reference <- decay * reference + (1 - decay) * policy, each step."""
+    scorer: Literal["Trainer", "Searcher"] = "Trainer"
+    """Who computes reference log-probabilities. Searcher is possible with Fixed only."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if (self.type == "Reset") != (self.every_steps is not None):
+            raise ValueError("everySteps goes with type Reset: set both or neither")
+        if (self.type == "EMA") != (self.decay is not None):
+            raise ValueError("decay goes with type EMA: set both or neither")
+        if self.scorer == "Searcher" and self.type != "Fixed":
+            raise ValueError(f"scorer Searcher needs type Fixed, got {self.type}: searchers hold version 0 only")
+        return self
+
+
+class Objective(Contract):
+    """What the trainer minimises and for how long."""
+
+    type: Literal["TrajectoryBalance"] = "TrajectoryBalance"
+    temperature: float = Field(1.0, gt=0)
+    """T of policy and reference log-probabilities: log_softmax(logits / T)."""
+    beta: float = Field(0.05, gt=0)
+    """Weight of the pull towards the reference, in reward per nat."""
+    beta_final: PositiveFloat | None = None
+    beta_anneal_steps: Steps | None = None
+    """Steps of the linear way from beta to betaFinal."""
+    responses_per_prompt: int = Field(20, ge=2)
+    """K: responses a group."""
+    prompts_per_batch: int = Field(7, ge=1)
+    """P: groups a batch."""
+    total_steps: Steps = 700
+    learning_rate: PositiveFloat | None = None
+    """null: by size, 1e-5 below 1B parameters, 3e-6 up to 8B, 1e-6 above; 5e-5 for LoRA. A starting guess."""
+    schedule: Schedule = Schedule()
+    optimizer: Optimizer = Optimizer()
+    loss_scale: Literal["Reward", "Paper"] = "Reward"
+    """Paper: times 2/beta, the literal Eq. 5 of arXiv 2503.18929."""
+    reference: Reference = Reference()
+    seed: int = Field(0, ge=0, lt=2**31)
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    """Of the objective type. TrajectoryBalance: ratioAlpha (0..1, default 0) and ratioClip (> 0, default 1)."""
+
+    @model_validator(mode="after")
+    def _anneal(self) -> Self:
+        if (self.beta_final is None) != (self.beta_anneal_steps is None):
+            raise ValueError("betaFinal and betaAnnealSteps go together: set both or neither")
+        unknown = set(self.parameters) - {"ratioAlpha", "ratioClip"}
+        if unknown:
+            raise ValueError(f"parameters of TrajectoryBalance are ratioAlpha and ratioClip, got {sorted(unknown)}")
+        alpha, clip = self.parameters.get("ratioAlpha", 0.0), self.parameters.get("ratioClip", 1.0)
+        if not (isinstance(alpha, int | float) and 0 <= alpha <= 1):
+            raise ValueError(f"parameters.ratioAlpha must be in [0, 1], got {alpha!r}")
+        if not (isinstance(clip, int | float) and clip > 0):
+            raise ValueError(f"parameters.ratioClip must be > 0, got {clip!r}")
+        return self
+
+
+class Buffer(Contract):
+    """Replay buffer and how batches are drawn from it."""
+
+    capacity_per_prompt: int = Field(100, ge=2)
+    """Distinct responses kept a prompt; the oldest go first."""
+    deduplicate: bool = True
+    """Keep equal responses to a prompt once, with their multiplicity; the newest record wins."""
+    max_trajectories: int | None = Field(None, ge=2)
+    """Distinct responses kept in all; the oldest go first. Live."""
+    min_initial_trajectories: int = Field(500, ge=0)
+    """Learning starts when so many rows have been ingested, before de-duplication."""
+    on_policy_probability: Fraction = 0.95
+    """m: chance, for each prompt slot, of the most-on-policy branch."""
+    sampling: Literal["Reward", "Uniform", "Recency"] = "Reward"
+    """Replay branch: softmax of reward x inverseTemperature, uniform, or softmax of -age in steps x the same."""
+    inverse_temperature: float = Field(1.0, ge=0)
+    max_replay_ratio: PositiveFloat | None = 2.0
+    """Rows trained / rows ingested over the last 100 steps; the trainer waits above it. null: no limit. Live."""
+    max_policy_lag: int | None = Field(None, ge=0)
+    """Strict bound on staleness, in steps, of most-on-policy draws. Live."""
+    max_replay_lag: int | None = Field(None, ge=0)
+    """Strict bound on staleness, in steps, of replay draws. Live."""
+
+
+class Delta(Contract):
+    """Sparse snapshots between full ones."""
+
+    enabled: bool = True
+    max_ratio: float = Field(0.5, gt=0, le=1)
+    """A delta larger than this share of the full snapshot is published in full."""
+    anchor_every: int = Field(20, ge=1)
+    """A full snapshot every so many publishes."""
+
+
+class Sync(Contract):
+    """How weights travel to searchers. All live."""
+
+    interval_steps: Steps = 2
+    """k: optimizer steps between published snapshots."""
+    ingest: Literal["Continuous", "AtSync"] = "Continuous"
+    """Continuous: shards become trainable as they arrive; AtSync: at publishes only (the paper)."""
+    swap: Literal["InFlight", "BetweenBatches"] = "InFlight"
+    delta: Delta = Delta()
+    retain_versions: int = Field(3, ge=1)
+    poll_interval_seconds: float = Field(2.0, gt=0)
+    """Between polls of `latest` by a searcher and of shards by the trainer."""
+    stall_timeout_seconds: float = Field(1800.0, gt=0)
+    """Without fresh data for so long the trainer reports SyncStalled."""
+
+
+class Checkpoints(Contract):
+    """Cadence and retention of checkpoints. All live."""
+
+    every_steps: Steps = 50
+    keep_last: int = Field(2, ge=1)
+    keep_every: Steps | None = None
+    """Keep each checkpoint whose step is a multiple of this."""
+    keep_best: int = Field(0, ge=0)
+    """Keep so many with the best evaluation."""
+
+
+class WorkloadIdentity(Contract):
+    """A ServiceAccount that the cloud maps to storage rights."""
+
+    service_account_name: str = Field(min_length=1)
+
+
+class RoleCredentials(Contract):
+    """Exactly one way for one role."""
+
+    secret_ref: SecretRef | None = None
+    workload_identity: WorkloadIdentity | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.secret_ref is None) == (self.workload_identity is None):
+            raise ValueError("set exactly one of secretRef and workloadIdentity")
+        return self
+
+
+class Credentials(Contract):
+    """By reference only. secretRef or workloadIdentity at the top serves both roles."""
+
+    secret_ref: SecretRef | None = None
+    workload_identity: WorkloadIdentity | None = None
+    trainer: RoleCredentials | None = None
+    searcher: RoleCredentials | None = None
+
+    @model_validator(mode="after")
+    def _shape(self) -> Self:
+        top = (self.secret_ref is not None) + (self.workload_identity is not None)
+        roles = (self.trainer is not None) + (self.searcher is not None)
+        if (top, roles) not in ((1, 0), (0, 2)):
+            raise ValueError("set one of secretRef and workloadIdentity, or both of trainer and searcher")
+        return self
+
+
+class Storage(Contract):
+    """The bucket prefix that holds the run. uri is immutable; endpoint, region, CA and credentials are live."""
+
+    uri: str = Field(pattern=r"^(s3|file)://.+")
+    """s3://bucket/prefix or file:///directory."""
+    endpoint: str | None = Field(None, pattern=r"^https?://.+")
+    """Of an S3-compatible server that is not AWS."""
+    region: str | None = None
+    force_path_style: bool | None = None
+    """null: path style if `endpoint` is set."""
+    ca_bundle_config_map_ref: ConfigMapRef | None = None
+    credentials: Credentials | None = None
+    """null: the default chain of the environment."""
+    unsafe_single_trainer: bool = False
+    """Accept a store without conditional writes: two trainers may then overwrite each other."""
+    adopt: bool = False
+    """Take over a prefix that another job made."""
+    trajectory_retention: Literal["Keep", "UntilCheckpointed"] = "Keep"
+    grace_seconds: float = Field(3600.0, ge=0)
+    """Nothing is swept until superseded for so long, by the server's clock."""
+    checkpoints: Checkpoints = Checkpoints()
+
+
+class Engine(Contract):
+    """What generates."""
+
+    type: Literal["vllm", "transformers", "fake"] = "vllm"
+    tensor_parallel_size: int = Field(1, ge=1)
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    max_num_seqs: int | None = Field(None, ge=1)
+    """Sequences in flight; null: the engine's own choice."""
+    extra_args: dict[str, Any] = Field(default_factory=dict)
+
+
+class SearcherSettings(Contract):
+    """How a searcher process works."""
+
+    engine: Engine = Engine()
+    samples_per_prompt: int = Field(24, ge=2)
+    """S: responses a visit, at least K."""
+
+
+class TrainerSettings(Contract):
+    """How the trainer process works."""
+
+    micro_batch_tokens: int = Field(16384, ge=1)
+    """Token budget (prompt, response and padding) of one forward pass."""
+
+
+class ForkFrom(Contract):
+    """Start from another run's checkpoint."""
+
+    uri: str = Field(pattern=r"^(s3|file)://.+")
+    step: int = Field(ge=0)
+
+
+class RunConfig(Contract):
+    """What to train. `identity()` of it may never change during a run."""
+
+    model: Model
+    task: Task
+    objective: Objective = Objective()
+    buffer: Buffer = Buffer()
+    fork_from: ForkFrom | None = None
+
+    def identity(self) -> dict[str, Any]:
+        """The part that may never change: everything but live fields. Compare two of these on resume."""
+        data = self.model_dump(mode="json")
+        for field in ("maxTrajectories", "maxReplayRatio", "maxPolicyLag", "maxReplayLag"):
+            data["buffer"].pop(field)
+        for field in ("timeoutSeconds", "memoryBytes"):
+            data["task"]["reward"].pop(field)
+        return data
+
+
+class LiveConfig(Contract):
+    """What may change while the run goes on; re-read by the processes when the file changes."""
+
+    sync: Sync = Sync()
+    storage: Storage
+    trainer: TrainerSettings = TrainerSettings()
+    searcher: SearcherSettings = SearcherSettings()
+    buffer: Buffer = Buffer()
+    """Only its live fields are taken: maxTrajectories, maxReplayRatio, maxPolicyLag, maxReplayLag."""
+    reward_timeout_seconds: float = Field(10.0, gt=0)
+    reward_memory_bytes: int = Field(2 * 1024**3, ge=64 * 1024**2)

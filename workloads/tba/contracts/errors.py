@@ -1,0 +1,25 @@
+"""The error kinds that decide an exit code. Everything else is a bug and crashes loudly."""
+
+
+class UserError(ValueError):
+    """Wrong input by the user: the message says what, got, remedy. Exit code 64; ends the job."""
+
+    exit_code = 64
+
+
+class StoreUnavailable(RuntimeError):
+    """Storage could not be reached within its retry budget. Exit code 2; retried, not counted."""
+
+    exit_code = 2
+
+
+class Fenced(RuntimeError):
+    """A newer trainer owns the run: nothing more of this process may be published. Exit code 3."""
+
+    exit_code = 3
+
+
+class CorruptObject(RuntimeError):
+    """An object's bytes do not match its recorded size or hash, or cannot be parsed."""
+
+    exit_code = 1
