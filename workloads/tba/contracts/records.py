@@ -264,6 +264,9 @@ class IngestEntry(Contract):
 
     before_step: int = Field(ge=1)
     key: str
+    """Key of the shard; empty for a sync mark."""
+    synced: bool = False
+    """AtSync only: here the rows ingested since the last mark became the most-on-policy pool."""
     num_rows: int = Field(ge=0)
     """Rows ingested before de-duplication; 0 for a quarantined shard."""
     quarantined: str | None = None

@@ -1,0 +1,68 @@
+# Every target sets up what it needs and may be run again at any time.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+PYTHON ?= python3
+UV_VERSION := 0.13.9
+UV := .uv/bin/uv
+VENV := .venv
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help demo demo-seeds test test-unit test-integration test-faults check lock format bench clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
+
+demo: $(VENV)/.dev  ## the main job: train the laptop model with 1 trainer and 2 searchers, then open the report
+	$(BIN)/python examples/arithmetic/make_base.py
+	$(BIN)/tba run examples/arithmetic.yaml --searchers 2 --storage embedded --fresh
+
+demo-seeds: $(VENV)/.dev  ## the same for three seeds; fails unless each reaches 80 % held-out within 150 steps
+	$(BIN)/python examples/arithmetic/make_base.py
+	$(BIN)/python hack/demo_seeds.py --seeds 0 1 2
+
+test: $(VENV)/.dev check  ## lint, types, import contracts, unit and integration tests
+	$(BIN)/python -m pytest tests/unit tests/integration -q
+
+test-unit: $(VENV)/.dev  ## pure logic only
+	$(BIN)/python -m pytest tests/unit -q
+
+test-integration: $(VENV)/.dev  ## real processes and servers
+	$(BIN)/python -m pytest tests/integration -q
+
+test-faults: $(VENV)/.dev  ## the long fault tier: SIGKILL at every failpoint and at random
+	$(BIN)/python -m pytest tests/faults -q
+
+check: $(VENV)/.dev  ## ruff, pyright, import-linter
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev  ## rewrite the sources as `check` wants them
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.dev  ## print the benchmarks and write docs/results/*.json
+	for b in tests/bench/bench_*.py; do $(BIN)/python $$b; done
+
+# uv.lock records addresses of the index it was made from, so it is not committed; these files hold hashes only.
+lock: $(UV)  ## resolve again and write requirements/*.lock
+	$(UV) lock --upgrade
+	$(UV) export -q --locked --extra cpu --no-dev $(EXPORT) > requirements/cpu.lock
+	$(UV) export -q --locked --all-extras --group dev $(EXPORT) > requirements/dev.lock
+EXPORT := --no-emit-project --no-annotate --no-header --format requirements.txt
+
+$(UV):
+	$(PYTHON) -m venv .uv
+	.uv/bin/pip install -q uv==$(UV_VERSION)
+
+$(VENV)/.dev: requirements/dev.lock pyproject.toml | $(UV)
+	$(UV) venv -q --allow-existing --python $(PYTHON) $(VENV)
+	$(UV) pip sync -q --python $(BIN)/python --require-hashes requirements/dev.lock
+	$(UV) pip install -q --python $(BIN)/python --no-deps --no-build-isolation-package none -e .
+	touch $@
+
+clean:  ## remove what the targets made
+	rm -rf $(VENV) .uv runs .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,557 @@
+"""Explores every interleaving, crash and lost reply of two trainers and two searchers over an abstract bucket.
+
+The programs below decide nothing themselves: they call the functions that trainer and committer run (`Read.seen`,
+`published`, `Bookkeeping.ingest`, `carry_out`, …). `Rules` holds those that a mutation test replaces.
+
+A world is one tuple of small values; bodies of `latest` and trainer memories are interned as integers. A move is one
+visible action (read, swap, list, put); local actions are run together with the visible one before them, unless
+`Scope.fine`. A fault is a swap whose reply is lost, which never arrives, or which arrives at some later time.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import NamedTuple
+
+from tba.contracts.keys import CheckpointKey, ShardKey, WeightsKey
+from tba.contracts.records import CheckpointManifest, Latest, PolicyId, RunState, ShardId
+from tba.protocol.bookkeeping import Bookkeeping
+from tba.protocol.commit import Done, FencedOut, Plan, Read, Swap
+from tba.protocol.latest import RunEnded, checkpointed, finished, published, window_advanced
+from tba.protocol.windows import ListPlan, Windows, carry_out
+
+
+class Violation(Exception):
+    """An invariant does not hold."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """How much is explored."""
+
+    trainer_lives: tuple[int, int] = (2, 1)
+    searcher_lives: tuple[int, int] = (1, 1)
+    shards: tuple[int, int] = (1, 1)
+    steps: int = 2
+    checkpoint_every: int = 2
+    faults: int = 1
+    fine: bool = False
+    windows: bool = False
+    """The trainer also commits an empty window before each step."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The real protocol; a mutation replaces one of them."""
+
+    conditional: bool = True
+    nonce: Callable[[int, int, int], str] = lambda trainer, life, number: f"{trainer:08x}{life:08x}{number:016x}"
+    seen: Callable[..., Swap | Done | FencedOut] = Read.seen
+    record: Callable[[Bookkeeping], CheckpointManifest] = lambda book: book.manifest("0" * 32, [])
+    staleness: Callable[[Bookkeeping, PolicyId], int] = Bookkeeping.staleness
+    plan: Callable[[Windows, bool], ListPlan] = lambda windows, starved: windows.plan(starved=starved, sweep_keys=1)
+    phases: tuple[str, ...] = ("data", "manifest", "read")
+    """Of a publish or checkpoint; `read` begins the commit."""
+
+
+class Trainer(NamedTuple):
+    lives: int
+    life: int = 0
+    pc: str = "down"  # down, takeover, restore, publish, window, train, checkpoint, drain, finish, over, fenced
+    phase: str = ""  # within publish and checkpoint: data, manifest; within any commit: read, swap
+    commits: int = 0  # plans begun in this life
+    landed: int = 0  # times the current plan has taken effect
+    base: int = 0  # body on which the swap builds
+    known: int = 0  # newest body this process knows of
+    book: int = 0
+    key: str = ""
+
+
+class Searcher(NamedTuple):
+    lives: int
+    left: int  # shards still to make
+    life: int = 0
+    pc: str = "poll"  # poll, upload, over
+    seq: int = 0
+    policy: PolicyId = PolicyId(0, 0)
+    window: int = 0
+
+
+class Shard(NamedTuple):
+    window: int
+    searcher: int
+    life: int
+    seq: int
+    policy: PolicyId
+
+    @property
+    def id(self) -> ShardId:
+        return ShardId(f"{self.searcher:016x}{self.life:016x}", self.seq)
+
+    @property
+    def path(self) -> str:
+        return ShardKey(self.window, f"searcher-{self.searcher}", self.id.incarnation, self.seq).path
+
+
+class Flight(NamedTuple):
+    """A swap under way in the network after its sender gave up waiting."""
+
+    body: int
+    etag: int
+    trainer: int
+    life: int
+    number: int
+
+
+class World(NamedTuple):
+    latest: int
+    trainers: tuple[Trainer, ...]
+    searchers: tuple[Searcher, ...]
+    shards: frozenset[Shard]
+    objects: frozenset[tuple[str, str]]  # (data | manifest, manifest key), reachable or being made
+    flight: Flight | None
+    faults: int
+
+
+class Memory(NamedTuple):
+    """What a trainer process holds, and the ghost `trained`: what its weights have learnt from, a sorted multiset."""
+
+    book: Bookkeeping
+    trained: tuple[ShardId, ...]
+
+
+Move = tuple[str, World]
+COMMITS = ("takeover", "publish", "window", "checkpoint", "finish")
+
+
+@dataclass
+class Result:
+    states: int
+    moves: int
+    violation: str = ""
+    trace: list[str] = field(default_factory=list)
+    finals: int = 0  # worlds without a further move
+    completed: int = 0  # of them, with the run Complete
+
+
+class Explorer:
+    """Breadth first, so a counterexample is a shortest one."""
+
+    def __init__(self, scope: Scope, rules: Rules | None = None) -> None:
+        self.scope = scope
+        self.rules = rules or Rules()
+        self._bodies: list[Latest | None] = [None]
+        self._body_ids: dict[bytes, int] = {}
+        self._memories: list[Memory] = []
+        self._memory_ids: dict[object, int] = {}
+        self._saved: dict[str, tuple[CheckpointManifest, tuple[ShardId, ...]]] = {}
+        self._seen: dict[tuple, tuple[str, int]] = {}
+
+    def run(self, max_states: int = 10_000_000) -> Result:
+        """Explore all of the scope, or up to the first violation."""
+        start = self._initial()
+        parents: dict[World, tuple[World | None, str]] = {start: (None, "start")}
+        todo = deque([start])
+        result = Result(1, 0)
+        world, label = start, ""
+        try:
+            while todo:
+                world, label = todo.popleft(), "look"
+                stuck = True
+                for label, after in self.moves(world):
+                    stuck = False
+                    result.moves += 1
+                    if after not in parents:
+                        parents[after] = (world, label)
+                        todo.append(after)
+                if len(parents) > max_states:
+                    raise RuntimeError(f"scope too large: more than {max_states} states")
+                if stuck:
+                    label = "no further move"
+                    result.finals += 1
+                    result.completed += self._check_final(world)
+        except Violation as violation:
+            result.violation = str(violation)
+            result.trace = [*_path(parents, world), f"{label}  <- {violation}"]
+        result.states = len(parents)
+        return result
+
+    # -- moves ---------------------------------------------------------------------------------------------------
+
+    def moves(self, world: World) -> Iterator[Move]:
+        """Every next world. Raises: Violation on the way to one that must not be."""
+        for i, trainer in enumerate(world.trainers):
+            yield from self._trainer(world, i, trainer)
+        for i, searcher in enumerate(world.searchers):
+            yield from self._searcher(world, i, searcher)
+        if world.flight is not None:
+            yield "network: a delayed swap arrives", self._arrive(world, world.flight)
+
+    def _trainer(self, world: World, i: int, t: Trainer) -> Iterator[Move]:
+        name = f"trainer {i}"
+        if t.pc == "down":
+            # By symmetry trainer 0 starts first.
+            if t.lives > 0 and (i == 0 or world.trainers[0].life > 0):
+                born = Trainer(t.lives - 1, t.life + 1, "takeover", "read")
+                yield f"{name}: starts", self._put(world, i, born)
+            return
+        if t.pc in ("over", "fenced"):
+            return
+        if t.lives > 0:  # killed for good is the same as never moving again, which is explored anyway
+            yield f"{name}: is killed in {t.pc} {t.phase}", self._put(world, i, Trainer(t.lives, t.life))
+        if t.phase in ("data", "manifest"):
+            yield f"{name}: puts {t.phase} of {t.pc}", self._upload(world, i, t)
+        elif t.pc == "restore":
+            yield f"{name}: restores", self._local(self._put(world, i, self._restore(world, t)), i)
+        elif t.phase == "read":
+            yield f"{name}: reads latest for {t.pc}", self._read(world, i, t)
+        elif t.phase == "swap":
+            yield from self._swap(world, i, t)
+        elif t.pc == "train":
+            yield f"{name}: lists, ingests, steps", self._poll(world, i, t, starved=False)
+        elif t.pc == "drain" and all(s.pc == "over" for s in world.searchers):
+            yield f"{name}: lists everything, ingests", self._poll(world, i, t, starved=True)
+
+    def _searcher(self, world: World, i: int, s: Searcher) -> Iterator[Move]:
+        name = f"searcher {i}"
+        if s.pc == "poll":
+            latest = self._bodies[world.latest]
+            if latest is not None and latest.manifest is not None:
+                key = WeightsKey.parse(latest.manifest)
+                loaded = s._replace(pc="upload", policy=PolicyId(key.epoch, key.version), window=latest.commit)
+                yield f"{name}: loads {loaded.policy} in window {latest.commit}", self._put_searcher(world, i, loaded)
+        elif s.pc == "upload":
+            shard = Shard(s.window, i, s.life, s.seq, s.policy)
+            landed = world._replace(shards=world.shards | {shard})
+            done = s._replace(pc="poll", seq=s.seq + 1, left=s.left - 1, policy=PolicyId(0, 0), window=0)
+            yield f"{name}: uploads shard {s.seq}", self._put_searcher(landed, i, done)
+            if world.faults > 0 and shard not in world.shards:
+                yield f"{name}: uploads shard {s.seq}, no reply", landed._replace(faults=world.faults - 1)
+            if s.lives > 1:
+                born = Searcher(s.lives - 1, s.left - 1, s.life + 1)
+                yield f"{name}: is killed before its upload", self._put_searcher(world, i, born)
+                yield f"{name}: is killed after its upload", self._put_searcher(landed, i, born)
+
+    # -- the trainer's program -------------------------------------------------------------------------------------
+
+    def _enter(self, t: Trainer, pc: str) -> Trainer:
+        """Go to `pc`; a commit begins a new plan, publish and checkpoint fix the key of what they make."""
+        t = t._replace(pc=pc, phase="", key="", base=0)
+        if pc not in COMMITS:
+            return t
+        t = t._replace(commits=t.commits + 1, landed=0, phase="swap", base=t.known)
+        memory = self._memories[t.book]
+        book = memory.book
+        if pc == "publish":
+            key = WeightsKey(book.step, book.epoch, self._object_nonce(t))
+            return t._replace(key=key.path, phase=self.rules.phases[0])
+        if pc == "checkpoint":
+            key = CheckpointKey(book.step, book.epoch, self._object_nonce(t))
+            self._saved[key.path] = (self.rules.record(book), memory.trained)
+            return t._replace(key=key.path, phase=self.rules.phases[0])
+        return t
+
+    def _object_nonce(self, t: Trainer) -> str:
+        """Names what is in the object, so that one key never stands for two contents in different worlds."""
+        return f"{t.life:08x}{t.book:024x}"
+
+    def _after(self, t: Trainer) -> Trainer:
+        """Where the program goes once a commit is done."""
+        book = self._memories[t.book].book
+        every, steps = self.scope.checkpoint_every, self.scope.steps
+        if t.pc == "takeover":
+            return self._enter(t, "restore")
+        if t.pc == "publish":
+            due = book.checkpoint is None or (book.step % every == 0 and self._unsaved(book))
+            return self._enter(t, "checkpoint") if due else self._forward(t, book, steps)
+        if t.pc == "checkpoint":
+            saved = self._memory(self._memories[t.book]._replace(book=book.checkpointed(t.key)))
+            t = t._replace(book=saved)
+            drained = book.checkpoint is not None and not self._unsaved(book)
+            return self._enter(t, "finish") if drained else self._forward(t, book, steps)
+        if t.pc == "window":
+            return self._enter(t, "train")
+        return t._replace(pc="over", phase="", key="", base=0)
+
+    def _unsaved(self, book: Bookkeeping) -> bool:
+        return CheckpointKey.parse(book.checkpoint).step < book.step if book.checkpoint else True
+
+    def _forward(self, t: Trainer, book: Bookkeeping, steps: int) -> Trainer:
+        if book.step >= steps:
+            return self._enter(t, "drain")
+        return self._enter(t, "window" if self.scope.windows else "train")
+
+    def _restore(self, world: World, t: Trainer) -> Trainer:
+        latest = self._bodies[t.known]
+        assert latest is not None
+        if latest.checkpoint is None:
+            memory = Memory(Bookkeeping.begun(latest.epoch), ())
+        else:
+            manifest, trained = self._saved[latest.checkpoint]
+            memory = Memory(Bookkeeping.restored(manifest, latest.checkpoint, latest.epoch), trained)
+        self._check_staleness(world, memory)
+        return self._enter(t._replace(book=self._memory(memory)), "publish")
+
+    def _poll(self, world: World, i: int, t: Trainer, *, starved: bool) -> World:
+        """List what the plan says, ingest what is new, step (not when draining)."""
+        memory = self._memories[t.book]
+        latest = self._bodies[t.known]
+        assert latest is not None
+        windows = Windows(lowest_unswept=memory.book.ingest_state.lowest_unswept_window)
+        windows = windows.observed(latest.commit, 0.0, linger_seconds=0.0)
+        plan = self.rules.plan(windows, starved)
+        by_path = {shard.path: shard for shard in world.shards}
+        paths = sorted(by_path)
+        listing = carry_out(plan, lambda prefix, after: _list(paths, prefix, after))
+        new = sorted({by_path[p].id for p in listing.keys if not memory.book.contains(by_path[p].id)})
+        book = memory.book.ingest(*new).swept(windows.listed(plan, listing).durable(()))
+        memory = Memory(book if starved else book.stepped(), tuple(sorted((*memory.trained, *new))))
+        if len(set(memory.trained)) < len(memory.trained):
+            raise Violation("a shard is trained twice in the surviving run")
+        self._check_staleness(world, memory)
+        t = self._enter(t._replace(book=self._memory(memory)), "checkpoint" if starved else "publish")
+        return self._local(self._put(world, i, t), i)
+
+    def _upload(self, world: World, i: int, t: Trainer) -> World:
+        """Put one part. The commit starts from what the process remembers of `latest`, as the committer does."""
+        phases = self.rules.phases
+        after = phases[phases.index(t.phase) + 1 :]
+        world = world._replace(objects=world.objects | {(t.phase, t.key)})
+        following = after[0] if after else ""
+        if not following:  # only under a mutation: parts put after the commit
+            return self._local(self._put(world, i, self._after(t)), i)
+        t = t._replace(phase="swap", base=t.known) if following == "read" else t._replace(phase=following)
+        return self._local(self._put(world, i, t), i)
+
+    def _local(self, world: World, i: int) -> World:
+        """Run local actions up to the next visible one."""
+        while not self.scope.fine:
+            t = world.trainers[i]
+            if t.phase in ("data", "manifest"):
+                world = self._upload(world, i, t)
+            elif t.pc == "restore":
+                world = self._put(world, i, self._restore(world, t))
+            else:
+                break
+        return world
+
+    # -- one commit, driven as the committer drives it -------------------------------------------------------------
+
+    def _read(self, world: World, i: int, t: Trainer) -> World:
+        kind, body = self._ask(i, t, world.latest)
+        if kind == "swap":
+            if t.pc == "takeover":
+                t = t._replace(landed=0)  # whatever landed has been overtaken: it goes on on top, as one more epoch
+            return self._put(world, i, t._replace(phase="swap", base=world.latest))
+        if kind == "done":
+            return self._finish_commit(world, i, t, body)
+        return self._put(world, i, Trainer(t.lives, t.life, "fenced" if kind == "fenced" else "over"))
+
+    def _ask(self, i: int, t: Trainer, current: int) -> tuple[str, int]:
+        """What the commit machine makes of the body `current`: (swap | done | fenced | ended, body)."""
+        number = t.commits
+        question = (i, t.life, number, t.pc, t.key, t.book if t.pc != "takeover" else 0, current)
+        if question not in self._seen:
+            self._seen[question] = self._ask_machine(i, t, current)
+        return self._seen[question]
+
+    def _ask_machine(self, i: int, t: Trainer, current: int) -> tuple[str, int]:
+        nonce = self.rules.nonce(i, t.life, t.commits)
+        if t.pc == "takeover":
+            plan = Plan.take_over(nonce)
+        else:
+            plan = Plan(nonce, self._transition(t), self._memories[t.book].book.epoch)
+        try:
+            answer = self.rules.seen(plan.start(), self._bodies[current], str(current) if current else None)
+        except RunEnded:
+            return "ended", current
+        except ValueError as error:
+            raise Violation(f"a transition of {t.pc} is refused: {error}") from error
+        if isinstance(answer, Swap):
+            assert answer.etag == (str(current) if current else None)
+            return "swap", self._body(answer.body)
+        if isinstance(answer, Done):
+            return "done", self._body(answer.latest)
+        return "fenced", current
+
+    def _transition(self, t: Trainer) -> Callable[[Latest, str], Latest]:
+        if t.pc == "publish":
+            version = WeightsKey.parse(t.key).version
+            return lambda current, nonce: published(current, manifest=t.key, version=version, nonce=nonce)
+        if t.pc == "checkpoint":
+            return lambda current, nonce: checkpointed(current, t.key, nonce)
+        if t.pc == "window":
+            return window_advanced
+        return lambda current, nonce: finished(current, RunState.COMPLETE, nonce)
+
+    def _swap(self, world: World, i: int, t: Trainer) -> Iterator[Move]:
+        name = f"trainer {i}: swaps latest for {t.pc}"
+        _, body = self._ask(i, t, t.base)
+        again = t._replace(phase="read", base=0)
+        flight = Flight(body, t.base, i, t.life, t.commits)
+        if self.rules.conditional and world.latest != t.base:
+            yield f"{name}: conflict", self._put(world, i, again)
+        else:
+            landed = self._land(world, flight)
+            mine = landed.trainers[i]
+            yield f"{name}: done", self._finish_commit(landed, i, mine, body)
+            if t.lives > 0:
+                yield f"{name}: done, and is killed", self._put(landed, i, Trainer(t.lives, t.life))
+            if world.faults > 0:
+                lost = landed._replace(faults=world.faults - 1)
+                yield f"{name}: done, no reply", self._put(lost, i, mine._replace(phase="read", base=0))
+        if world.faults > 0:
+            failed = self._put(world, i, again)._replace(faults=world.faults - 1)
+            yield f"{name}: fails", failed
+            if world.flight is None:
+                yield f"{name}: delayed, no reply", failed._replace(flight=flight)
+
+    def _arrive(self, world: World, flight: Flight) -> World:
+        world = world._replace(flight=None)
+        matches = not self.rules.conditional or world.latest == flight.etag
+        return self._land(world, flight) if matches else world
+
+    def _land(self, world: World, flight: Flight) -> World:
+        """The swap takes effect. Raises: Violation if it must not."""
+        sender = world.trainers[flight.trainer]
+        if sender.life == flight.life and sender.pc not in ("down", "over", "fenced"):
+            if sender.commits != flight.number or sender.landed:
+                raise Violation(f"one commit takes effect twice: {flight}")
+            world = self._put(world, flight.trainer, sender._replace(landed=1))
+        before, body = self._bodies[world.latest], self._bodies[flight.body]
+        assert body is not None
+        world = world._replace(latest=flight.body)
+        self._check_change(before, body)
+        self._check_readable(world, body)
+        if body.state is RunState.COMPLETE:
+            self._check_complete(world, body)
+        return self._pruned(world)
+
+    def _finish_commit(self, world: World, i: int, t: Trainer, body: int) -> World:
+        if t.landed != 1:
+            raise Violation(f"trainer {i} takes a commit of {t.pc} for done that took effect {t.landed} times")
+        latest = self._bodies[body]
+        assert latest is not None
+        for j, other in enumerate(world.trainers):
+            held = self._bodies[other.known]
+            if t.pc == "takeover" and j != i and held is not None and held.epoch == latest.epoch:
+                raise Violation(f"two trainers hold epoch {latest.epoch}")
+        return self._local(self._put(world, i, self._after(t._replace(known=body))), i)
+
+    # -- invariants ------------------------------------------------------------------------------------------------
+
+    def _check_change(self, before: Latest | None, after: Latest) -> None:
+        if before is None:
+            return
+        if after.commit != before.commit + 1:
+            raise Violation(f"commit must rise by one, went from {before.commit} to {after.commit}")
+        if after.epoch < before.epoch:
+            raise Violation(f"a fenced trainer of epoch {after.epoch} writes over epoch {before.epoch}")
+        if after.nonce == before.nonce:
+            raise Violation(f"two bodies have the nonce {after.nonce}")
+        if before.state is not RunState.RUNNING:
+            raise Violation(f"the run is {before.state} and goes on")
+
+    def _check_readable(self, world: World, latest: Latest) -> None:
+        for key in (latest.manifest, latest.checkpoint):
+            if key is not None and not {("data", key), ("manifest", key)} <= world.objects:
+                raise Violation(f"latest names {key}, whose objects are not complete")
+
+    def _check_complete(self, world: World, latest: Latest) -> None:
+        assert latest.checkpoint is not None
+        trained = self._saved[latest.checkpoint][1]
+        stored = tuple(sorted({shard.id for shard in world.shards}))
+        if trained != stored:
+            raise Violation(f"the run is Complete having trained {trained}, the bucket holds {stored}")
+
+    def _check_staleness(self, world: World, memory: Memory) -> None:
+        for shard in world.shards:
+            if shard.id in memory.trained and shard.policy.epoch <= memory.book.epoch:
+                staleness = self.rules.staleness(memory.book, shard.policy)
+                if staleness < 0:
+                    raise Violation(f"staleness {staleness} of {shard.policy} at step {memory.book.step}")
+
+    def _check_final(self, world: World) -> bool:
+        latest = self._bodies[world.latest]
+        complete = latest is not None and latest.state is RunState.COMPLETE
+        exhausted = all(t.pc in ("fenced", "over") or (t.pc == "down" and t.lives == 0) for t in world.trainers)
+        if not complete and not exhausted:
+            raise Violation("the run stands still with a trainer alive")
+        if not complete and any(t.pc == "over" for t in world.trainers):
+            raise Violation("a trainer ended a run that is not Complete")
+        return complete
+
+    # -- values ----------------------------------------------------------------------------------------------------
+
+    def _initial(self) -> World:
+        self._memory(Memory(Bookkeeping(epoch=0), ()))
+        return World(
+            latest=0,
+            trainers=tuple(Trainer(lives) for lives in self.scope.trainer_lives),
+            searchers=tuple(
+                Searcher(lives, left, pc="poll" if left else "over")
+                for lives, left in zip(self.scope.searcher_lives, self.scope.shards, strict=True)
+            ),
+            shards=frozenset(),
+            objects=frozenset(),
+            flight=None,
+            faults=self.scope.faults,
+        )
+
+    def _put(self, world: World, i: int, trainer: Trainer) -> World:
+        trainers = (*world.trainers[:i], trainer, *world.trainers[i + 1 :])
+        died = trainer.pc in ("down", "over", "fenced") and world.trainers[i].key
+        world = world._replace(trainers=trainers)
+        return self._pruned(world) if died else world
+
+    def _put_searcher(self, world: World, i: int, searcher: Searcher) -> World:
+        if searcher.left <= 0:
+            searcher = Searcher(0, 0, pc="over")
+        return world._replace(searchers=(*world.searchers[:i], searcher, *world.searchers[i + 1 :]))
+
+    def _pruned(self, world: World) -> World:
+        """Forget objects that nobody can reach any more: they decide nothing."""
+        latest = self._bodies[world.latest]
+        keys = {t.key for t in world.trainers}
+        if latest is not None:
+            keys |= {latest.manifest, latest.checkpoint}
+        if world.flight is not None:
+            flying = self._bodies[world.flight.body]
+            assert flying is not None
+            keys |= {flying.manifest, flying.checkpoint}
+        return world._replace(objects=frozenset(o for o in world.objects if o[1] in keys))
+
+    def _body(self, latest: Latest) -> int:
+        data = latest.to_json()
+        if data not in self._body_ids:
+            self._body_ids[data] = len(self._bodies)
+            self._bodies.append(latest)
+        return self._body_ids[data]
+
+    def _memory(self, memory: Memory) -> int:
+        book = memory.book
+        state = book.ingest_state
+        name = (
+            replace(book, ingest_state=None, lineage=None),
+            tuple(sorted((k, tuple(v)) for k, v in state.intervals.items())),
+            state.lowest_unswept_window,
+            tuple(sorted(book.lineage.resume_steps.items())),
+            memory.trained,
+        )
+        if name not in self._memory_ids:
+            self._memory_ids[name] = len(self._memories)
+            self._memories.append(memory)
+        return self._memory_ids[name]
+
+
+def _list(paths: list[str], prefix: str, after: str | None) -> Iterator[SimpleNamespace]:
+    return (SimpleNamespace(key=p) for p in paths if p.startswith(prefix) and (after is None or p > after))
+
+
+def _path(parents: dict[World, tuple[World | None, str]], world: World | None) -> list[str]:
+    labels = []
+    while world is not None:
+        world, label = parents[world]
+        labels.append(label)
+    return labels[::-1]

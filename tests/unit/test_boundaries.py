@@ -1,0 +1,69 @@
+"""What may be imported by what, and when."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ["torch", "transformers", "vllm", "pyarrow", "numpy", "pydantic", "obstore", "boto3", "matplotlib", "jinja2"]
+
+
+def imported(code):
+    """Top-level modules loaded by `code` in a fresh interpreter."""
+    script = (
+        f"import sys\n{code}\nsys.stderr.write('MODULES ' + ' '.join(sorted({{m.split('.')[0] for m in sys.modules}})))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT / "workloads", timeout=120, check=False
+    )
+    assert "MODULES " in done.stderr, done.stderr
+    return set(done.stderr.rpartition("MODULES ")[2].split())
+
+
+def test_help_imports_nothing_heavy():
+    code = "from tba.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0"
+    assert not imported(code) & set(HEAVY)
+
+
+@pytest.mark.parametrize("command", ["run", "status", "watch", "report", "inspect", "export", "eval", "pin", "trainer"])
+def test_help_of_a_command_imports_no_torch(command):
+    code = f"from tba.cli import main\ntry:\n    main(['{command}', '--help'])\nexcept SystemExit as end:\n    assert end.code == 0"
+    assert not imported(code) & {"torch", "transformers", "vllm", "matplotlib"}
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["contracts.job", "contracts.history", "contracts.runfile", "protocol", "store", "store.s3", "store.local",
+     "cli.local_run", "cli.target", "report.page", "telemetry", "log"],
+)  # fmt: skip
+def test_no_torch_behind(module):
+    assert not imported(f"import tba.{module}") & {"torch", "transformers", "vllm"}
+
+
+def test_contracts_need_the_standard_library_and_pydantic_only():
+    loaded = imported("import tba.contracts.job, tba.contracts.records, tba.contracts.history, tba.contracts.runfile")
+    assert not loaded & {"numpy", "pyarrow", "yaml", "structlog", "typer", "obstore"}
+
+
+def test_the_operators_folder_does_not_hide_the_standard_librarys_module():
+    assert not (ROOT / "operator" / "__init__.py").exists()
+    assert "operator" not in {p.name for p in (ROOT / "tests").rglob("*") if p.is_dir()}
+    done = subprocess.run(
+        [sys.executable, "-c", "import operator; print(operator.__file__)"],
+        capture_output=True, text=True, cwd=ROOT, timeout=60, check=True,
+    )  # fmt: skip
+    assert not Path(done.stdout.strip()).is_relative_to(ROOT)
+
+
+def test_tests_are_no_packages_and_their_names_are_unique():
+    files = [p for p in (ROOT / "tests").rglob("*.py")]
+    assert not [p for p in files if p.name == "__init__.py"]
+    names = [p.name for p in files if p.name.startswith("test_")]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_source_names_no_folder_of_this_machine():
+    texts = {p: p.read_text(encoding="utf-8") for p in (ROOT / "workloads").rglob("*") if p.suffix in (".py", ".j2")}
+    assert not [str(p) for p, text in texts.items() if "/work/" in text or "/root/" in text]

@@ -1,0 +1,5 @@
+"""`python -m tba`."""
+
+from tba.cli import main
+
+main()

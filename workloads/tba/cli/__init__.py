@@ -1,0 +1,101 @@
+"""The `tba` command. Commands load when they are invoked: `tba --help` imports nothing heavy (tested).
+
+One file a command. A file holds `command`, a function, or `app`, a typer application with commands of its own.
+"""
+
+import sys
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+COMMANDS = {
+    "run": "Run a job on this machine: trainer, searchers, live progress. Ctrl-C stops, rerun resumes.",
+    "status": "Step, reward, staleness, searchers and newest version of a run, from its bucket.",
+    "watch": "Follow a run live, from its bucket.",
+    "report": "Write one self-contained HTML page about a run.",
+    "inspect": "What is in the bucket: shards, buffer, snapshots, checkpoint.",
+    "export": "Write a snapshot as a Hugging Face model directory.",
+    "eval": "Evaluate a snapshot or model directory: greedy or pass@k.",
+    "pin": "Keep the checkpoint of a step from being swept.",
+    "storage": "Check a bucket, serve one for development, sweep or delete a run.",
+    "trainer": "The trainer process (container entry point).",
+    "searcher": "A searcher process (container entry point).",
+}
+"""Name -> one line of help; the code is in `tba.cli.<name>`."""
+PLUGINS = "tba.commands"
+"""Entry point group of further commands: each names a function or a typer application."""
+
+
+class _Lazy(TyperCommand):
+    """Stands in for a command in help and completion until it is invoked."""
+
+    def __init__(self, name: str, summary: str, target: str) -> None:
+        super().__init__(name, help=summary)
+        self.target = target
+
+    def load(self) -> Any:
+        """The real command."""
+        module_name, _, attribute = self.target.partition(":")
+        module = import_module(module_name)
+        found = getattr(module, attribute) if attribute else getattr(module, "app", None) or module.command
+        if not isinstance(found, typer.Typer):
+            app = typer.Typer(add_completion=False)
+            app.command(self.name, help=None)(found)
+            found = app
+        command = typer.main.get_command(found)
+        command.name = self.name
+        return command
+
+
+class _LazyGroup(TyperGroup):
+    """Loads a command's module only to invoke it or to complete its options."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        for name, summary in COMMANDS.items():
+            self.commands[name] = _Lazy(name, summary, f"tba.cli.{name}")
+        for point in entry_points(group=PLUGINS):
+            if point.name not in self.commands:
+                self.commands[point.name] = _Lazy(point.name, f"(from {point.module})", point.value)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command.load() if isinstance(command, _Lazy) else command, rest
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from tba import __version__
+
+        typer.echo(f"tba {__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(
+    cls=_LazyGroup,
+    name="tba",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Trajectory Balance with Asynchrony: post-train a language model, coupled by a bucket alone.",
+)
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options of every command."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point: parse, run, exit with the code of interface.md §2."""
+    from tba.cli.exit import exit_code
+
+    command = typer.main.get_command(app)
+    sys.exit(exit_code(lambda: command.main(args=arguments, prog_name="tba", standalone_mode=False)))

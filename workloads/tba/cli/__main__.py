@@ -1,0 +1,5 @@
+"""`python -m tba.cli`."""
+
+from tba.cli import main
+
+main()

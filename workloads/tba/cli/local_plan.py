@@ -1,0 +1,182 @@
+"""What `tba run` is going to do, decided before anything starts."""
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tba.cli.jobfile import absolute_uri, load_job
+from tba.cli.supervisor import Program, RestartPolicy
+from tba.cli.target import RUNS, StorageTarget
+from tba.contracts.errors import UserError
+from tba.contracts.job import TBAJob
+
+EMBEDDED = "embedded"
+BUCKET = "tba"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A checked job and where it runs."""
+
+    job: TBAJob
+    job_file: Path
+    directory: Path
+    searchers: int
+    storage: StorageTarget
+    embedded: bool
+    notes: tuple[str, ...]
+    """What differs from the job file, for the user to know."""
+
+    @property
+    def config_directory(self) -> Path:
+        """Holds run.json and live.json."""
+        return self.directory / "config"
+
+    @property
+    def threads(self) -> int:
+        """Compute threads a process."""
+        return max(1, num_cores() // (1 + self.searchers))
+
+    def programs(self, *, port: int, environment: dict[str, str]) -> tuple[Program, list[Program]]:
+        """Trainer and searchers. `port`: of the trainer's HTTP server, on loopback."""
+        common = [sys.executable, "-m", "tba"]
+        where = ["--storage", self.storage.uri, "--config", str(self.config_directory)]
+        env = {
+            "OMP_NUM_THREADS": str(self.threads),
+            "TBA_HTTP_HOST": "127.0.0.1",
+            "TOKENIZERS_PARALLELISM": "false",
+            **environment,
+        }
+        spec, logs = self.job.spec, self.directory / "logs"
+        grace = spec.trainer.termination_grace_period_seconds
+        trainer = Program(
+            name="trainer",
+            argv=[*common, "trainer", *where, "--port", str(port), "--grace-seconds", str(grace)],
+            log=logs / "trainer.log",
+            env=env,
+            grace_seconds=grace,
+        )
+        searchers = [
+            Program(
+                name=f"searcher-{i}",
+                argv=[*common, "searcher", *where, "--name", f"searcher-{i}"],
+                log=logs / f"searcher-{i}.log",
+                env=env,
+                grace_seconds=spec.searcher.termination_grace_period_seconds,
+            )
+            for i in range(self.searchers)
+        ]
+        return trainer, searchers
+
+    @property
+    def restart_policy(self) -> RestartPolicy:
+        """From the job's runPolicy."""
+        return RestartPolicy(backoff_limit=self.job.spec.run_policy.backoff_limit)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For `--dry-run --json`."""
+        trainer, searchers = self.programs(port=0, environment={})
+        return {
+            "job": self.job.model_dump(mode="json"),
+            "directory": str(self.directory),
+            "storage": self.storage.model_dump(mode="json"),
+            "threads": self.threads,
+            "processes": [list(p.argv) for p in (trainer, *searchers)],
+            "notes": list(self.notes),
+        }
+
+    def describe(self) -> str:
+        """For people."""
+        objective = self.job.spec.objective
+        lines = [
+            f"{self.job.owner}: {objective.total_steps} steps of {objective.prompts_per_batch} groups x "
+            f"{objective.responses_per_prompt} responses",
+            f"  directory  {self.directory}",
+            f"  storage    {EMBEDDED + ' S3 server, ' if self.embedded else ''}{self.storage.uri}",
+            f"  processes  1 trainer, {self.searchers} searchers ({self.job.spec.searcher.engine.type}), "
+            f"{self.threads} threads each",
+        ]
+        return "\n".join([*lines, *(f"  note       {n}" for n in self.notes)])
+
+
+def plan(
+    job_file: Path,
+    *,
+    overrides: list[str],
+    searchers: int | None,
+    storage: str,
+    run_dir: Path | None,
+    can_run_vllm: Callable[[], bool] | None = None,
+) -> Plan:
+    """Check everything that can be checked without starting anything. Raises: UserError."""
+    job = load_job(job_file, overrides)
+    _check_files(job)
+    notes: list[str] = []
+    directory = (run_dir or RUNS / job.metadata.name).resolve()
+    target = _choose_storage(job, storage, directory, job_file.resolve().parent, notes)
+    spec = job.spec
+    if spec.searcher.engine.type == "vllm" and not (can_run_vllm or _can_run_vllm)():
+        notes.append("engine vllm needs a GPU and the package vllm: transformers is taken instead")
+        engine = spec.searcher.engine.model_copy(update={"type": "transformers"})
+        spec = spec.model_copy(update={"searcher": spec.searcher.model_copy(update={"engine": engine})})
+    address = {
+        "uri": target.uri, "endpoint": target.endpoint, "region": target.region,
+        "force_path_style": target.force_path_style,
+    }  # fmt: skip
+    spec = spec.model_copy(update={"storage": spec.storage.model_copy(update=address)})
+    return Plan(
+        job=job.model_copy(update={"spec": spec}),
+        job_file=job_file.resolve(),
+        directory=directory,
+        searchers=spec.searcher.replicas if searchers is None else searchers,
+        storage=target,
+        embedded=storage == EMBEDDED,
+        notes=tuple(notes),
+    )
+
+
+def num_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _choose_storage(job: TBAJob, storage: str, directory: Path, base: Path, notes: list[str]) -> StorageTarget:
+    own = StorageTarget.of(job.spec.storage)
+    if storage == "job":
+        return own.model_copy(update={"uri": absolute_uri(own.uri, base)})
+    if storage == EMBEDDED:
+        return StorageTarget(uri=f"s3://{BUCKET}/{job.metadata.name}")
+    if storage == "local":
+        notes.append(f"storage is a local directory; `--storage job` takes the job file's {own.uri}")
+        return StorageTarget(uri=f"file://{directory / 'store'}")
+    if storage.startswith("file://"):
+        return StorageTarget(uri=absolute_uri(storage, Path.cwd()) or storage)
+    if storage.startswith("s3://"):
+        return own.model_copy(update={"uri": storage})
+    raise UserError(f"--storage must be local, job, embedded, s3://... or file://..., got {storage!r}")
+
+
+def _check_files(job: TBAJob) -> None:
+    """A missing file is told before processes start."""
+    task = job.spec.task
+    held_out = task.evaluation.prompts
+    for field, uri in (
+        ("spec.model.uri", job.spec.model.uri),
+        ("spec.task.prompts.uri", task.prompts.uri),
+        ("spec.task.evaluation.prompts.uri", held_out.uri if held_out else None),
+    ):
+        if uri and uri.startswith("file://") and not Path(uri.removeprefix("file://")).exists():
+            raise UserError(f"{field}: no such file or directory, got {uri}: make it, or correct the path")
+        if uri and uri.startswith("pvc://"):
+            raise UserError(f"{field}: pvc:// exists in a cluster only, got {uri}: use hf://, s3:// or file:// here")
+
+
+def _can_run_vllm() -> bool:
+    return importlib.util.find_spec("vllm") is not None and (
+        Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
+    )

@@ -1,0 +1,176 @@
+"""Carry out a plan of `tba run`: lock, configuration, processes, live progress, closing summary, report.
+
+lock directory -> write config -> [embedded server] -> supervisor.tick + screen, 5 times a second -> summary, report
+"""
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from tba.cli.exit import INTERRUPTED, TERMINATED, tell
+from tba.cli.feed import Feed
+from tba.cli.local_plan import Plan
+from tba.cli.screen import Screen
+from tba.cli.supervisor import Supervisor
+from tba.cli.target import STORAGE_FILE, StorageTarget, open_address
+from tba.cli.view import closing, merge
+from tba.contracts.errors import UserError
+from tba.contracts.runfile import write_config
+from tba.report.history import History
+from tba.report.summary import summarise
+
+_TICK_SECONDS = 0.2
+
+
+class LocalRun:
+    """One call of `tba run`."""
+
+    def __init__(self, planned: Plan, *, as_json: bool = False) -> None:
+        self._plan = planned
+        self._as_json = as_json
+        self._failure: str | None = None
+        # With --json standard output holds the result alone.
+        self._console = Console(stderr=as_json, highlight=False)
+
+    def run(self) -> int:
+        """Until the run ends or is stopped; the exit code of interface.md §2."""
+        directory = self._plan.directory
+        with lock_directory(directory), self._storage() as (target, environment):
+            os.environ.update(environment)
+            write_config(self._plan.config_directory, self._plan.job, base_dir=str(self._plan.job_file.parent))
+            (directory / STORAGE_FILE).write_bytes(target.to_json())
+            self._say(self._plan.describe())
+            with Feed(open_address(target), progress_port=free_port()) as feed:
+                code = self._supervise(feed, environment)
+                return self._close(code, feed.refresh_now())
+
+    def _supervise(self, feed: Feed, environment: dict[str, str]) -> int:
+        trainer, searchers = self._plan.programs(port=feed.progress_port, environment=environment)
+        before = feed.refresh_now()
+        if before.latest is not None:
+            self._say(f"resumes: the store holds this run at step {before.latest.step} ({before.latest.state.value})")
+        with Screen(self._console) as screen:
+            supervisor = Supervisor(
+                trainer,
+                searchers,
+                policy=self._plan.restart_policy,
+                checkpoint=lambda: feed.history.latest.checkpoint if feed.history.latest else None,
+                notify=screen.tell,
+            )
+            with _stop_signals(supervisor, screen):
+                try:
+                    return self._loop(supervisor, feed, screen)
+                finally:
+                    supervisor.kill()
+                    if supervisor.message:
+                        self._failure = supervisor.message
+
+    def _loop(self, supervisor: Supervisor, feed: Feed, screen: Screen) -> int:
+        known: dict[str, int] = {}
+        supervisor.start()
+        while (code := supervisor.tick()) is None:
+            if supervisor.pids != known:
+                known = supervisor.pids
+                (self._plan.directory / "processes.json").write_text(json.dumps(known))
+            history = feed.history
+            summary = merge(summarise(history, time.time()), feed.progress)
+            screen.show(summary, history, processes=supervisor.restarts)
+            time.sleep(_TICK_SECONDS)
+        return code
+
+    def _close(self, code: int, history: History) -> int:
+        summary = summarise(history, time.time())
+        self._say(closing(summary, history))
+        report = self._write_report(history)
+        if self._as_json:
+            result: dict[str, Any] = summary.to_dict() | {"exitCode": code, "report": report and str(report)}
+            sys.stdout.write(json.dumps(result) + "\n")
+        if code in (INTERRUPTED, TERMINATED):
+            self._say(f"stopped; the same command resumes this run: tba run {self._plan.job_file}")
+        elif self._failure:
+            tell(self._failure)
+        return code
+
+    def _write_report(self, history: History) -> Path | None:
+        try:
+            from tba.report.page import render_report
+        except ImportError as error:
+            self._say(f"no report: {error.name} is not installed; pip install 'tba-operator[report]'")
+            return None
+        path = self._plan.directory / "report.html"
+        path.write_text(render_report(history, now=time.time(), uri=self._plan.storage.uri), encoding="utf-8")
+        self._say(f"report: {path}")
+        return path
+
+    @contextmanager
+    def _storage(self) -> Iterator[tuple[StorageTarget, dict[str, str]]]:
+        """The address of the run's store and the environment that reaches it."""
+        if not self._plan.embedded:
+            yield self._plan.storage, {}
+            return
+        from tba.store.serve import EmbeddedServer
+
+        with EmbeddedServer(self._plan.directory / "server") as server:
+            self._say(f"server started, pid {server.pid}, {server.endpoint}")
+            target = self._plan.storage.model_copy(
+                update={"endpoint": server.endpoint, "credentials_file": str(server.credentials_file)}
+            )
+            yield target, server.env
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def lock_directory(directory: Path) -> Iterator[None]:
+    """Hold the run directory. Raises: UserError if another `tba run` has it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            raise UserError(
+                f"{directory} is in use by another `tba run` (pid {file.read().strip() or 'unknown'}): "
+                f"stop that one, or give this one its own --run-dir"
+            ) from error
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def free_port() -> int:
+    """A loopback port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def _stop_signals(supervisor: Supervisor, screen: Screen) -> Iterator[None]:
+    """Ctrl-C or SIGTERM asks for a clean stop; a second one kills."""
+
+    def stop(signum: int, _frame: Any) -> None:
+        if supervisor.stopping:
+            screen.tell("killing what is left")
+        else:
+            screen.tell("stopping: the trainer writes a checkpoint; again to kill")
+        supervisor.request_stop(INTERRUPTED if signum == signal.SIGINT else TERMINATED)
+
+    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

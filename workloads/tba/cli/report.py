@@ -1,0 +1,23 @@
+"""`tba report`: one HTML page about a run, from its bucket alone."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tba.cli.target import Endpoint, Region, Target, open_target
+
+
+def command(
+    run: Target,
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("report.html"),
+    endpoint: Endpoint = None,
+    region: Region = None,
+) -> None:
+    """Write one self-contained page: figures, evaluations, searchers, samples, quarantine, configuration."""
+    from tba.report.page import build_report
+
+    page = build_report(open_target(run, endpoint=endpoint, region=region))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(page, encoding="utf-8")
+    typer.echo(f"wrote {output}")

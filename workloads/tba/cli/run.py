@@ -1,0 +1,38 @@
+"""`tba run`: a whole run on this machine."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    job: Annotated[Path, typer.Argument(help="Job file (YAML).")],
+    searchers: Annotated[
+        int | None, typer.Option(min=0, max=64, help="Searcher processes; default spec.searcher.replicas.")
+    ] = None,
+    storage: Annotated[
+        str,
+        typer.Option(
+            help="Where the run's bytes go: local (a directory in the run directory), job (the job file's own URI), "
+            "embedded (an S3 server started for this run), or a URI."
+        ),
+    ] = "local",
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="PATH=VALUE", help="Change a field: objective.totalSteps=5"),
+    ] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Directory of the run; default runs/NAME.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the job and show what would start.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Result as JSON on standard output.")] = False,
+) -> int:
+    """Run JOB here: trainer and searchers as processes, live progress. Ctrl-C stops cleanly, rerun resumes."""
+    from tba.cli.local_plan import plan
+    from tba.cli.local_run import LocalRun
+
+    planned = plan(job, overrides=overrides or [], searchers=searchers, storage=storage, run_dir=run_dir)
+    if dry_run:
+        typer.echo(json.dumps(planned.to_dict(), indent=2) if as_json else planned.describe())
+        return 0
+    return LocalRun(planned, as_json=as_json).run()

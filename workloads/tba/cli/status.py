@@ -1,0 +1,37 @@
+"""`tba status`: one look at a run, from its bucket alone."""
+
+import json
+import time
+from typing import Annotated
+
+import typer
+
+from tba.cli.target import Endpoint, Region, Target, open_target
+
+
+def command(
+    run: Target,
+    endpoint: Endpoint = None,
+    region: Region = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Show step, reward, staleness, idle time, searchers and the newest version of a run."""
+    from tba.cli.view import plain
+    from tba.report.history import read_history
+    from tba.report.summary import summarise
+
+    history = read_history(open_target(run, endpoint=endpoint, region=region))
+    now = time.time()
+    summary = summarise(history, now)
+    if as_json:
+        typer.echo(json.dumps(summary.to_dict()))
+        return
+    typer.echo(f"{summary.owner or run}: {plain(summary)}")
+    typer.echo(f"trajectories {summary.trajectories} · replay slots {summary.replay_slots} of {summary.slots}")
+    for row in history.searchers:
+        typer.echo(
+            f"  {row.searcher} {row.incarnation[:8]}: {row.rows} rows, {row.versions} versions (newest "
+            f"{row.newest_version}), last heard of {max(now - row.last_seen, 0):.0f} s ago"
+        )
+    for quarantine in history.quarantines[-5:]:
+        typer.echo(f"  quarantined {quarantine.key}: {quarantine.reason}")

@@ -1,0 +1,36 @@
+"""Rows as a table for people or as JSON for programs."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+Row = dict[str, Any]
+
+
+def show(rows: Sequence[Row], *, as_json: bool, title: str = "") -> None:
+    """Print rows that share their keys; keys are the column heads."""
+    if as_json:
+        typer.echo(json.dumps(list(rows)))
+        return
+    if not rows:
+        typer.echo(f"{title}: none" if title else "none")
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title or None, title_justify="left", box=None, header_style="dim", pad_edge=False)
+    for name, value in rows[0].items():
+        table.add_column(name, justify="right" if isinstance(value, int | float) else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(_text(v)) for v in row.values()))
+    console = Console()
+    console.print(table, width=None if console.is_terminal else 200)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

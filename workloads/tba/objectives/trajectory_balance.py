@@ -1,0 +1,99 @@
+"""Trajectory balance with the partition function estimated per group (VarGrad). Source: arXiv 2503.18929, Eq. 5.
+
+P prompts (groups), K responses a group. Log-probabilities are sums over response tokens, natural log.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from tba.contracts.errors import UserError
+
+Scale = Literal["reward", "paper"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loss:
+    """What one batch gives."""
+
+    loss: torch.Tensor  # () differentiable through policy_logprobs alone
+    advantages: torch.Tensor  # (P, K) detached, weight included; each group sums to 0
+    log_z: torch.Tensor  # (P,) detached estimate of log Z = mean(r)/beta - mean(log-ratio)
+
+
+def trajectory_balance(
+    policy_logprobs: torch.Tensor,
+    ref_logprobs: torch.Tensor,
+    rewards: torch.Tensor,
+    *,
+    beta: float,
+    weights: torch.Tensor | None = None,
+    scale: Scale = "reward",
+    center_kl: bool = True,
+    allow_biased: bool = False,
+) -> Loss:
+    """Squared log-ratio loss in advantage form: -(1/(P K)) sum A logpi, A = w [(r - r_mean) - beta (l - l_mean)].
+
+    Inputs are (P, K); means are weighted with `weights` (>= 0, positive sum a group; 0 marks an empty slot, whose other
+    values are ignored). Any positive weights keep the minimiser; integer multiplicities that sum to K equal the
+    expanded group. scale "paper" multiplies by 2/beta: the literal Eq. 5. `center_kl=False` drops l_mean, which moves
+    the minimiser off-policy, and needs `allow_biased`.
+
+    Raises: UserError for K < 2, unequal shapes, beta <= 0, negative weights, an empty group, or a non-finite reward
+    at positive weight.
+    """
+    _check(policy_logprobs, ref_logprobs, rewards, beta, weights)
+    if not center_kl and not allow_biased:
+        raise UserError(
+            "center_kl=False changes what the policy converges to on off-policy data: "
+            "keep center_kl=True, or pass allow_biased=True if that is wanted"
+        )
+    w = torch.ones_like(rewards) if weights is None else weights
+    used = w > 0
+    logprobs = torch.where(used, policy_logprobs, 0.0)
+    # float64: log-probabilities of long responses are in the thousands, their differences matter at 1e-3.
+    ratio = torch.where(used, policy_logprobs.detach().double() - ref_logprobs.double(), 0.0)  # (P, K)
+    r = torch.where(used, rewards.double(), 0.0)
+    w = w.double()
+    r_mean, ratio_mean = _mean(r, w), _mean(ratio, w)  # (P, 1)
+    advantages = w * ((r - r_mean) - beta * (ratio - (ratio_mean if center_kl else 0.0)))
+    factor = 2.0 / beta if scale == "paper" else 1.0
+    loss = -(factor / rewards.numel()) * (advantages.to(logprobs.dtype) * logprobs).sum()
+    return Loss(loss, advantages.to(logprobs.dtype), (r_mean / beta - ratio_mean).squeeze(1).to(logprobs.dtype))
+
+
+def ratio_weights(
+    policy_logprobs: torch.Tensor, first_use_logprobs: torch.Tensor, *, alpha: float, clip: float
+) -> torch.Tensor:
+    """min(clip, (pi/mu)^alpha), detached, same shape: less weight to responses the policy has moved away from.
+
+    mu is the trainer's own probability at first use, so that no engine's rounding enters. Source: system.md §5.
+    """
+    log_weight = alpha * (policy_logprobs.detach() - first_use_logprobs.detach())
+    # Clip in log space: exp of a large ratio would be inf before a clip after it.
+    return log_weight.clamp(max=math.log(clip)).exp()
+
+
+def _mean(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return (values * weights).sum(1, keepdim=True) / weights.sum(1, keepdim=True)
+
+
+def _check(
+    policy: torch.Tensor, ref: torch.Tensor, rewards: torch.Tensor, beta: float, weights: torch.Tensor | None
+) -> None:
+    shapes = {tuple(t.shape) for t in (policy, ref, rewards) + (() if weights is None else (weights,))}
+    if len(shapes) != 1 or policy.dim() != 2:
+        raise UserError(f"trajectory_balance needs tensors of one shape (P, K), got {sorted(shapes)}: group by prompt")
+    if policy.shape[1] < 2:
+        raise UserError(
+            f"a group needs K >= 2 responses for its mean, got K={policy.shape[1]}: raise responsesPerPrompt"
+        )
+    if not (math.isfinite(beta) and beta > 0):
+        raise UserError(f"beta must be a finite number > 0, got {beta}")
+    if weights is not None and not bool(((weights >= 0) & weights.isfinite()).all() & (weights.sum(1) > 0).all()):
+        raise UserError("weights must be finite and >= 0 with a positive sum in each group: drop empty groups")
+    used = rewards if weights is None else rewards[weights > 0]
+    if not bool(used.isfinite().all()):
+        raise UserError("rewards must be finite where weight > 0: a failed response has no reward, give it weight 0")

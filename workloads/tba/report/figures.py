@@ -1,0 +1,249 @@
+"""The figures of a run: what each shows, in which words, from which rows."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from matplotlib.axes import Axes
+
+from tba.report.history import History
+from tba.report.summary import staleness_histogram, weighted_mean
+from tba.report.svg import BLUE, GREEN, GREY, ORANGE, RED, Figure, draw, smooth, thin
+
+
+def draw_all(history: History) -> list[Figure]:
+    """Every figure of the report, in reading order."""
+    return [draw(name, title, caption, partial(plot, history)) for name, title, caption, plot in _FIGURES]
+
+
+def draw_main(history: History) -> list[Figure]:
+    """The few figures of the live page."""
+    wanted = ("reward", "evaluation", "staleness", "time")
+    return [draw(n, title, caption, partial(plot, history)) for n, title, caption, plot in _FIGURES if n in wanted]
+
+
+def _series(axes: Axes, xs: Sequence[float], ys: Sequence[float], color: str, label: str | None = None) -> None:
+    """A faint line of the values and a strong one of their running mean."""
+    if len(xs) >= 30:
+        window = max(5, len(xs) // 40)
+        axes.plot(*thin(xs, ys), color=color, alpha=0.25, linewidth=0.8)
+        axes.plot(*thin(xs, smooth(ys, window)), color=color, label=label)
+    else:
+        axes.plot(xs, ys, color=color, label=label, marker=".", markersize=4)
+
+
+def _steps(history: History, name: str) -> tuple[list[float], list[float]]:
+    pairs = [(r.step, getattr(r, name)) for r in history.steps]
+    kept = [(float(s), float(v)) for s, v in pairs if v is not None and math.isfinite(v)]
+    return [s for s, _ in kept], [v for _, v in kept]
+
+
+def _line(name: str, label: str, color: str = BLUE) -> Callable[[History, Axes], bool]:
+    def plot(history: History, axes: Axes) -> bool:
+        xs, ys = _steps(history, name)
+        if not xs:
+            return False
+        _series(axes, xs, ys, color)
+        axes.set(xlabel="step", ylabel=label)
+        return True
+
+    return plot
+
+
+def _reward(history: History, axes: Axes) -> bool:
+    xs, ys = _steps(history, "reward_mean")
+    if not xs:
+        return False
+    _series(axes, xs, ys, BLUE, "trained batch")
+    fresh_xs, fresh_ys = _steps(history, "generated_reward_mean")
+    if fresh_xs:
+        _series(axes, fresh_xs, fresh_ys, ORANGE, "generated since last step")
+    axes.set(xlabel="step", ylabel="mean reward")
+    return True
+
+
+def _evaluation(history: History, axes: Axes) -> bool:
+    rows = history.evaluations
+    if not rows:
+        return False
+    xs = [r.step for r in rows]
+    axes.errorbar(
+        xs, [r.pass_at_1 for r in rows], [r.standard_error for r in rows],
+        color=GREEN, marker="o", markersize=3, capsize=2, elinewidth=0.8, label="pass@1 ± standard error",
+    )  # fmt: skip
+    if any(r.samples > 1 for r in rows):
+        axes.plot(xs, [r.pass_at_k for r in rows], color=ORANGE, marker=".", label=f"pass@{rows[-1].samples}")
+    axes.set(xlabel="version", ylabel="held-out score")
+    return True
+
+
+def _kl(history: History, axes: Axes) -> bool:
+    xs, ys = _steps(history, "kl")
+    if not xs:
+        return False
+    _series(axes, xs, ys, BLUE, "KL to reference")
+    _series(axes, *_steps(history, "ell_std"), ORANGE, "std of log-ratio in a group")
+    axes.set(xlabel="step", ylabel="nats a response")
+    return True
+
+
+def _staleness(history: History, axes: Axes) -> bool:
+    counts = staleness_histogram(history)
+    if not counts:
+        return False
+    total = sum(counts.values())
+    cap = _percentile(counts, 0.995)
+    shown = Counter[int]()
+    for lag, rows in counts.items():
+        shown[min(lag, cap)] += rows
+    lags = list(range(min(shown), cap + 1))
+    axes.bar(lags, [shown[lag] / total for lag in lags], color=BLUE, width=0.9)
+    mean = sum(lag * n for lag, n in counts.items()) / total
+    axes.axvline(mean, color=RED, linewidth=1, label=f"mean {mean:.1f}, max {max(counts)}")
+    axes.set(xlabel=f"steps behind (last bar: {cap} or more)", ylabel="share of trained rows")
+    return True
+
+
+def _throughput(history: History, axes: Axes) -> bool:
+    rows = history.steps
+    if len(rows) < 2:
+        return False
+    for name, color, label in (
+        ("generated_tokens", ORANGE, "generated"),
+        ("trained_tokens", BLUE, "trained"),
+    ):
+        xs, ys = _rates([r.wall_seconds for r in rows], [getattr(r, name) for r in rows])
+        axes.plot(xs, ys, color=color, label=label)
+    axes.set(xlabel="minutes of training", ylabel="response tokens / s", ylim=(0, None))
+    return True
+
+
+def _time(history: History, axes: Axes) -> bool:
+    rows = history.steps
+    if not rows:
+        return False
+    parts = {
+        "train": [r.train_seconds for r in rows],
+        "reference scoring": [r.score_seconds for r in rows],
+        "wait for data": [r.wait_data_seconds for r in rows],
+        "wait for storage": [r.wait_storage_seconds for r in rows],
+    }
+    walls = [0.0, *(r.wall_seconds for r in rows)]
+    spans = [max(b - a, 0.0) for a, b in zip(walls[:-1], walls[1:], strict=True)]
+    known = [sum(values) for values in zip(*parts.values(), strict=True)]
+    # The first row's span holds start-up; a resumed run's hold restoring.
+    parts["other (start-up, batch, evaluation)"] = [max(s - k, 0.0) for s, k in zip(spans, known, strict=True)]
+    totals = {name: sum(values) for name, values in parts.items()}
+    whole = sum(totals.values()) or 1.0
+    names = list(totals)[::-1]
+    shares = [100 * totals[n] / whole for n in names]
+    colors = [GREY, RED, ORANGE, GREEN, BLUE]
+    bars = axes.barh(names, shares, color=colors)
+    axes.bar_label(bars, [f"{s:.1f} %" for s in shares], padding=3, fontsize=8)
+    axes.set(xlabel="% of wall time", xlim=(0, 115))
+    return True
+
+
+def _versions(history: History, axes: Axes) -> bool:
+    rows = history.steps
+    if not rows:
+        return False
+    xs = [r.step for r in rows]
+    axes.step(xs, [r.published_version for r in rows], where="post", color=GREEN, label="published")
+    newest = [r.step - min(r.staleness) for r in rows if r.staleness]
+    oldest = [r.step - max(r.staleness) for r in rows if r.staleness]
+    with_rows = [r.step for r in rows if r.staleness]
+    axes.fill_between(with_rows, oldest, newest, color=BLUE, alpha=0.25, linewidth=0, label="in the batch")
+    mean = [r.step - (weighted_mean(Counter(r.staleness)) or 0.0) for r in rows if r.staleness]
+    axes.plot(*thin(with_rows, mean), color=BLUE, linewidth=1, label="batch mean")
+    axes.set(xlabel="step", ylabel="policy version")
+    return True
+
+
+def _lengths(history: History, axes: Axes) -> bool:
+    row = history.lengths
+    if row is None or not (row.generated or row.trained):
+        return False
+    top = max([*row.generated, *row.trained])
+    edges = [top * i / 40 for i in range(41)]
+    for counts, color, label in ((row.generated, ORANGE, "generated"), (row.trained, BLUE, "trained")):
+        axes.stairs(
+            _binned(counts, edges), edges, color=color, label=f"{label} ({sum(counts.values())})", linewidth=1.4
+        )
+    axes.set(xlabel="response tokens", ylabel="share of rows")
+    return True
+
+
+def _replay(history: History, axes: Axes) -> bool:
+    xs, ys = _steps(history, "replay_ratio")
+    if not xs:
+        return False
+    axes.plot(*thin(xs, ys), color=BLUE, label="rows trained / ingested, last 100 steps")
+    share = [100 * r.replay_slots / max(r.slots, 1) for r in history.steps]
+    axes.plot(*thin([r.step for r in history.steps], smooth([s / 100 for s in share], 20)), color=ORANGE,
+              label="share of slots from replay (mean of 20 steps)")  # fmt: skip
+    axes.set(xlabel="step", ylabel="ratio", ylim=(0, None))
+    return True
+
+
+def _buffer(history: History, axes: Axes) -> bool:
+    xs, ys = _steps(history, "buffer_rows")
+    if not xs:
+        return False
+    axes.plot(*thin(xs, ys), color=BLUE, label="distinct rows in the buffer")
+    axes.plot(*thin(*_steps(history, "ingested_rows")), color=ORANGE, label="rows ingested")
+    axes.plot(*thin(*_steps(history, "duplicate_rows")), color=GREY, label="of them duplicates")
+    axes.set(xlabel="step", ylabel="rows")
+    return True
+
+
+def _rates(times: Sequence[float], totals: Sequence[float]) -> tuple[list[float], list[float]]:
+    """(minutes, units a second) over at most 60 equal stretches of rows."""
+    size = max(1, -(-len(times) // 60))
+    marks = [*range(0, len(times) - 1, size), len(times) - 1]
+    pairs = [(a, b) for a, b in zip(marks[:-1], marks[1:], strict=True) if times[b] > times[a]]
+    minutes = [(times[a] + times[b]) / 120 for a, b in pairs]
+    return minutes, [(totals[b] - totals[a]) / (times[b] - times[a]) for a, b in pairs]
+
+
+def _binned(counts: Mapping[int, int], edges: Sequence[float]) -> list[float]:
+    width = edges[1] - edges[0]
+    bins = [0.0] * (len(edges) - 1)
+    total = sum(counts.values()) or 1
+    for length, rows in counts.items():
+        bins[min(int(length / width) if width else 0, len(bins) - 1)] += rows / total
+    return bins
+
+
+def _percentile(counts: Counter[int], share: float) -> int:
+    total, seen = sum(counts.values()), 0
+    for key in sorted(counts):
+        seen += counts[key]
+        if seen >= share * total:
+            return key
+    return max(counts)
+
+
+_FIGURES: list[tuple[str, str, str, Callable[[History, Axes], bool]]] = [
+    ("reward", "Reward", "Mean reward of the trained batch and of everything generated since the last step.", _reward),
+    ("evaluation", "Held-out evaluation", "Of snapshots on prompts never trained on; bars are one standard error.",
+     _evaluation),
+    ("loss", "Loss", "Its gradient is what counts; its value is not comparable between runs.", _line("loss", "loss")),
+    ("logz", "log Ẑ", "Estimated log partition function, mean over the groups of a batch.",
+     _line("log_z", "log Ẑ", GREEN)),
+    ("kl", "Distance from the reference", "Mean summed log-ratio to the reference, and its spread within groups.", _kl),
+    ("staleness", "Staleness", "Optimizer steps between the weights that sampled a row and the step that trained it.",
+     _staleness),
+    ("versions", "Versions published and trained", "The band spans the policies in each batch.", _versions),
+    ("throughput", "Throughput", "Response tokens generated (ingested) and trained on.", _throughput),
+    ("time", "Where the trainer's time goes", "Shares of wall time. Idle is the two waits together.", _time),
+    ("lengths", "Response lengths", "Trained should follow generated: no bias to short responses.", _lengths),
+    ("replay", "Replay", "How much is trained again, and how many slots take the replay branch.", _replay),
+    ("buffer", "Replay buffer", "Rows over time.", _buffer),
+    ("signal", "Groups with a signal", "Share of groups whose rewards differ.",
+     _line("signal_groups_fraction", "share of groups", GREEN)),
+    ("gradient", "Gradient norm", "Before clipping.", _line("grad_norm", "norm")),
+    ("hold", "Hold of the reference", "β · std(log-ratio) / std(reward): below 0.05 with lag, β no longer holds.",
+     _line("beta_ratio", "ratio")),
+]  # fmt: skip

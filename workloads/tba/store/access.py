@@ -1,0 +1,138 @@
+"""Which S3 endpoint, and as whom: URI, endpoint, region, addressing style and the credential chain.
+
+Names and order are boto3's: argument, then AWS_ENDPOINT_URL_S3 / AWS_ENDPOINT_URL, AWS_REGION /
+AWS_DEFAULT_REGION, AWS_CA_BUNDLE. Keys in the environment are used as they are; otherwise boto3's chain
+(profile, web identity, container, instance metadata), which renews what expires.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from obstore.store import S3Store as ObstoreS3
+
+from tba.contracts.errors import UserError
+from tba.store.protocol import check_key
+from tba.store.retry import RetryPolicy
+
+if TYPE_CHECKING:
+    from obstore.store import S3Credential
+
+CredentialProvider = Callable[[], "S3Credential"]
+# Boto renews a credential 10 minutes before it ends, so asking it this often never hands out a dead one.
+_CREDENTIAL_TTL = timedelta(minutes=5)
+_CREDENTIAL_REMEDY = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or run under a role that has access"
+
+
+@dataclass(frozen=True, slots=True)
+class S3Location:
+    """Where one run's objects live."""
+
+    bucket: str
+    root: str
+    """Key prefix without slashes at its ends; may be empty."""
+    endpoint: str | None
+    region: str
+    path_style: bool
+    ca_bundle: Path | None
+
+    @property
+    def uri(self) -> str:
+        """`s3://bucket/root`."""
+        return f"s3://{self.bucket}/{self.root}".rstrip("/")
+
+    def path(self, key: str) -> str:
+        """The key within the bucket."""
+        return f"{self.root}/{check_key(key)}" if self.root else check_key(key)
+
+
+def locate(
+    uri: str,
+    *,
+    endpoint: str | None,
+    region: str | None,
+    force_path_style: bool | None,
+    ca_bundle: Path | None,
+    environ: Mapping[str, str],
+) -> S3Location:
+    """Resolve an `s3://` URI. Raises: UserError for a malformed URI or endpoint or a missing CA file."""
+    parts = urlsplit(uri)
+    root = parts.path.strip("/")
+    if not parts.netloc or parts.query or parts.fragment:
+        raise UserError(f"storage URI must look like s3://bucket/prefix, got {uri!r}")
+    if root:
+        try:
+            check_key(root)
+        except ValueError as error:
+            raise UserError(f"storage URI {uri!r} has a malformed prefix: {error}") from error
+    endpoint = endpoint or environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or None
+    if endpoint and (urlsplit(endpoint).scheme not in ("http", "https") or not urlsplit(endpoint).hostname):
+        raise UserError(f"storage endpoint must be an http:// or https:// URL, got {endpoint!r}")
+    bundle = ca_bundle or (Path(environ["AWS_CA_BUNDLE"]) if environ.get("AWS_CA_BUNDLE") else None)
+    if bundle and not bundle.is_file():
+        raise UserError(f"CA bundle {bundle} is no file; give the path of a PEM file")
+    return S3Location(
+        bucket=parts.netloc,
+        root=root,
+        endpoint=endpoint.rstrip("/") if endpoint else None,
+        region=region or environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or "us-east-1",
+        path_style=force_path_style if force_path_style is not None else endpoint is not None,
+        ca_bundle=bundle,
+    )
+
+
+def find_credentials(environ: Mapping[str, str]) -> CredentialProvider:
+    """Raises: UserError if no source has any. Values are never part of a message."""
+    key, secret = environ.get("AWS_ACCESS_KEY_ID"), environ.get("AWS_SECRET_ACCESS_KEY")
+    if key and secret:
+        return static_credentials(key, secret, environ.get("AWS_SESSION_TOKEN"))
+    # Half a second of import that a process with keys in its environment does not need.
+    from botocore.exceptions import BotoCoreError
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    try:
+        return Boto3CredentialProvider(ttl=_CREDENTIAL_TTL)
+    except (BotoCoreError, ValueError) as error:
+        raise UserError(f"no S3 credentials found ({error}); {_CREDENTIAL_REMEDY}") from error
+
+
+def static_credentials(key: str, secret: str, token: str | None = None) -> CredentialProvider:
+    """Credentials that never change."""
+    credential: S3Credential = {
+        "access_key_id": key,
+        "secret_access_key": secret,
+        "token": token or None,
+        "expires_at": None,
+    }
+    return lambda: credential
+
+
+def connect(location: S3Location, credentials: CredentialProvider, policy: RetryPolicy) -> ObstoreS3:
+    """An obstore client at the root of the bucket that never retries by itself; nothing is sent yet."""
+    endpoint = location.endpoint
+    if endpoint and not location.path_style:
+        # obstore wants the bucket inside the endpoint when it is addressed by host name.
+        parts = urlsplit(endpoint)
+        endpoint = parts._replace(netloc=f"{location.bucket}.{parts.netloc}").geturl()
+    # Our own retrier bounds and counts: obstore's must not multiply it.
+    options = {
+        "allow_http": bool(endpoint and endpoint.startswith("http://")),
+        "connect_timeout": timedelta(seconds=policy.connect_timeout_seconds),
+        "timeout": timedelta(seconds=policy.request_timeout_seconds),
+    }
+    if location.ca_bundle:
+        options["root_certificate"] = location.ca_bundle.read_bytes()
+    # Both names: obstore reads AWS_ENDPOINT_URL_S3 itself and prefers it to `endpoint`.
+    where = {"endpoint": endpoint, "aws_endpoint_url_s3": endpoint} if endpoint else {}
+    return ObstoreS3(
+        location.bucket,
+        region=location.region,
+        virtual_hosted_style_request=not location.path_style,
+        credential_provider=credentials,
+        client_options=options,  # pyright: ignore[reportArgumentType]
+        retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=policy.request_timeout_seconds)},
+        **where,  # pyright: ignore[reportArgumentType]
+    )

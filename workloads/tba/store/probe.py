@@ -1,0 +1,224 @@
+"""Does this store keep the promises that the protocol rests on? Asked before a run, by doing it.
+
+Several S3-compatible servers accept conditional writes and ignore the condition: two trainers would then both
+believe they had won. Every check works under one fresh prefix, which is removed in the end.
+"""
+
+import base64
+import contextlib
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from tba.contracts.errors import CorruptObject, UserError
+from tba.store.protocol import AlreadyExists, Conflict, NotFound, ObjectStore
+
+if TYPE_CHECKING:
+    from tba.store.s3 import S3Store
+
+_NUM_RACERS = 12
+_NUM_INCREMENTS = 3
+_MAX_TRIES = 200
+_SKEW_WARNING_SECONDS = 60.0
+_SKEW_LIMIT_SECONDS = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """One check. A result that is not `ok` matters only if `severity` is `error`."""
+
+    name: str
+    ok: bool
+    detail: str
+    severity: Literal["error", "warning"] = "error"
+
+
+def probe(store: ObjectStore, *, clock: Callable[[], float] = time.time) -> list[ProbeResult]:
+    """Run every check against `store`; needs read, write, list and delete.
+
+    Raises: UserError or StoreUnavailable if the store cannot be used at all.
+    """
+    prefix = f"probe/{secrets.token_hex(16)}/"
+    checks: list[Callable[[], ProbeResult]] = [
+        lambda: _round_trip(store, prefix),
+        lambda: _create_race(store, prefix),
+        lambda: _swap_race(store, prefix),
+        lambda: _unchanged(store, prefix),
+        lambda: _ranges(store, prefix),
+        lambda: _order(store, prefix),
+        lambda: _clock_skew(store, clock),
+        *_s3_checks(store, prefix),
+        lambda: _deletion(store, prefix),
+    ]
+    try:
+        return [check() for check in checks]
+    finally:
+        # Also after a failure half-way; what cannot be removed is reported by the error under way.
+        with contextlib.suppress(UserError):
+            store.delete([info.key for info in store.list_after(prefix)])
+
+
+def require(results: Sequence[ProbeResult]) -> None:
+    """Raises: UserError naming each failed check (warnings pass)."""
+    failed = [r for r in results if not r.ok and r.severity == "error"]
+    if failed:
+        listed = "; ".join(f"{r.name}: {r.detail}" for r in failed)
+        raise UserError(
+            f"this storage cannot hold a run: {listed}; use a store with conditional writes (AWS S3, MinIO, "
+            "SeaweedFS 4.48 or newer, a local directory), or set storage.unsafeSingleTrainer: true"
+        )
+
+
+def _round_trip(store: ObjectStore, prefix: str) -> ProbeResult:
+    store.put_once(prefix + "object", b"tba")
+    store.put_once(prefix + "object", b"tba")
+    ok = store.get(prefix + "object").data == b"tba"
+    with contextlib.suppress(AlreadyExists):
+        store.put_once(prefix + "object", b"other")
+        ok = False
+    return ProbeResult("put_once", ok, "written, read back, not overwritten" if ok else "the object was overwritten")
+
+
+def _create_race(store: ObjectStore, prefix: str) -> ProbeResult:
+    winners: list[bytes] = []
+
+    def create(index: int) -> None:
+        body = b"%d" % index
+        with contextlib.suppress(AlreadyExists):
+            store.put_once(prefix + "race", body)
+            winners.append(body)
+
+    _race(create)
+    ok = len(winners) == 1 and store.get(prefix + "race").data == winners[0]
+    return ProbeResult("create_race", ok, f"{len(winners)} of {_NUM_RACERS} concurrent creations won, need 1")
+
+
+def _swap_race(store: ObjectStore, prefix: str) -> ProbeResult:
+    store.cas(prefix + "counter", b"0", None)
+    written: list[int] = []
+
+    def increment(index: int) -> None:
+        done = 0
+        for _ in range(_MAX_TRIES):
+            if done == _NUM_INCREMENTS:
+                return
+            current = store.get(prefix + "counter")
+            value = int(current.data.split()[0]) + 1
+            # The nonce keeps equal counts apart, as in the protocol: etags may be hashes of the content.
+            with contextlib.suppress(Conflict):
+                store.cas(prefix + "counter", b"%d %s" % (value, secrets.token_hex(8).encode()), current.etag)
+                done += 1
+                written.append(index)
+
+    _race(increment)
+    final = int(store.get(prefix + "counter").data.split()[0])
+    ok = final == len(written) and bool(written)
+    return ProbeResult("swap_race", ok, f"{len(written)} compare-and-swaps succeeded, the counter stands at {final}")
+
+
+def _unchanged(store: ObjectStore, prefix: str) -> ProbeResult:
+    etag = store.cas(prefix + "pointer", b"a", None)
+    same = store.get_if_changed(prefix + "pointer", etag)
+    store.cas(prefix + "pointer", b"b", etag)
+    new = store.get_if_changed(prefix + "pointer", etag)
+    ok = same is None and new is not None and new.data == b"b"
+    return ProbeResult("get_if_changed", ok, "only a change has a body" if ok else f"{same}, then {new}")
+
+
+def _ranges(store: ObjectStore, prefix: str) -> ProbeResult:
+    data = os.urandom(100_000)
+    store.put_once(prefix + "ranges", data)
+    target = bytearray(50_000)
+    store.read_into(prefix + "ranges", memoryview(target), offset=1234)
+    if bytes(target) != data[1234:51_234]:
+        return ProbeResult("ranges", False, "a ranged read returned other bytes")
+    try:
+        store.read_into(prefix + "ranges", memoryview(target), offset=99_000)
+    except CorruptObject:
+        return ProbeResult("ranges", True, "ranged reads are exact, reads past the end are refused")
+    return ProbeResult("ranges", False, "a read past the end was not refused")
+
+
+def _order(store: ObjectStore, prefix: str) -> ProbeResult:
+    keys = [f"{prefix}order/{i:010d}" for i in (5, 3, 1, 4, 2)]
+    for key in keys:
+        store.put_once(key, key.encode())
+    listed = [info.key for info in store.list_after(f"{prefix}order/", sorted(keys)[1])]
+    ok = listed == sorted(keys)[2:]
+    return ProbeResult("list_after", ok, "keys come in order, from the cursor on" if ok else f"got {listed}")
+
+
+def _clock_skew(store: ObjectStore, clock: Callable[[], float]) -> ProbeResult:
+    before = clock()
+    server = store.now()
+    skew = server - (before + clock()) / 2
+    detail = f"the server's clock is {skew:+.1f} s from this machine's"
+    if abs(skew) > _SKEW_LIMIT_SECONDS:
+        return ProbeResult("clock", False, f"{detail}, beyond the 15 minutes that signatures allow: run NTP")
+    return ProbeResult("clock", abs(skew) <= _SKEW_WARNING_SECONDS, detail, severity="warning")
+
+
+def _deletion(store: ObjectStore, prefix: str) -> ProbeResult:
+    keys = [info.key for info in store.list_after(prefix)]
+    store.delete([*keys, prefix + "never-written"])
+    left = [info.key for info in store.list_after(prefix)]
+    with contextlib.suppress(NotFound):
+        store.get(prefix + "object")
+        left.append(prefix + "object")
+    return ProbeResult("delete", not left, f"deleted {len(keys)} objects" if not left else f"still there: {left[:3]}")
+
+
+def _s3_checks(store: ObjectStore, prefix: str) -> Iterator[Callable[[], ProbeResult]]:
+    if not store.uri.startswith("s3://"):
+        return
+    from tba.store.s3 import S3Store
+
+    if isinstance(store, S3Store):
+        yield lambda: _create_in_parts(store, prefix)
+        yield lambda: _wrong_checksum(store, prefix)
+
+
+def _create_in_parts(store: "S3Store", prefix: str) -> ProbeResult:
+    path, subject = store.location.path(prefix + "parts"), f"{store.uri}/{prefix}parts"
+    store.transfer.create_in_parts(path, subject, memoryview(b"first"))
+    try:
+        store.transfer.create_in_parts(path, subject, memoryview(b"second"))
+    except AlreadyExists:
+        ok = store.get(prefix + "parts").data == b"first"
+        return ProbeResult("create_in_parts", ok, "a multipart upload does not overwrite")
+    return ProbeResult("create_in_parts", False, "a conditional multipart upload overwrote the object")
+
+
+def _wrong_checksum(store: "S3Store", prefix: str) -> ProbeResult:
+    key = prefix + "checksum"
+    digest = base64.b64encode(bytes(16)).decode()
+    status = store.transfer.send_raw(
+        "PUT", store.location.path(key), f"{store.uri}/{key}", b"tba", {"Content-MD5": digest}
+    )
+    detail = f"an upload with a wrong checksum was answered {status}, need 400"
+    return ProbeResult("checksum", status == 400, detail, severity="warning")
+
+
+def _race(action: Callable[[int], None]) -> None:
+    """Run `action` in threads that start together; re-raise the first error."""
+    barrier = threading.Barrier(_NUM_RACERS)
+    errors: list[BaseException] = []
+
+    def run(index: int) -> None:
+        barrier.wait(60)
+        try:
+            action(index)
+        except BaseException as error:  # carried to the calling thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,), name=f"tba-probe-{i}") for i in range(_NUM_RACERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        raise error

@@ -1,0 +1,74 @@
+"""One thread that runs one task at a time beside the training loop, and hands its errors back."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tba.contracts.errors import StoreUnavailable
+from tba.log import log
+
+
+class Background:
+    """A single-slot executor: `submit` waits while the previous task runs, and says how long it waited."""
+
+    def __init__(self, name: str, *, give_up_seconds: float) -> None:
+        self._name = name
+        self._give_up_seconds = give_up_seconds
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self.waiting_since: float | None = None
+        """Monotonic time since which storage has refused this task; None while it answers."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a task is running."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def submit(self, task: Callable[[], Any]) -> float:
+        """Start `task`; returns the seconds waited for the previous one. Raises that one's error."""
+        started = time.monotonic()
+        self.join()
+        waited = time.monotonic() - started
+        self._thread = threading.Thread(target=self._run, args=(task,), name=self._name, daemon=True)
+        self._thread.start()
+        return waited
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait for the running task; False on timeout. Raises its error."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                return False
+            self._thread = None
+        self.check()
+        return True
+
+    def check(self) -> None:
+        """Raise the error of a finished task, once."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, task: Callable[[], Any]) -> None:
+        try:
+            self._until_storage_answers(task)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self.waiting_since = None
+
+    def _until_storage_answers(self, task: Callable[[], Any]) -> None:
+        """Training goes on from the buffer while storage is down; the task is tried again until it is given up."""
+        while True:
+            try:
+                task()
+                return
+            except StoreUnavailable as error:
+                now = time.monotonic()
+                self.waiting_since = self.waiting_since or now
+                waited = now - self.waiting_since
+                log.warning("storage_unavailable", task=self._name, waited_seconds=round(waited, 1), error=str(error))
+                if waited > self._give_up_seconds:
+                    raise
+                time.sleep(min(5.0, 0.5 + waited / 4))

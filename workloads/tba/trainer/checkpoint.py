@@ -1,0 +1,109 @@
+"""Resumable trainer state: data objects, then the manifest, then CAS of `latest`. Arrow-free, pickle-free.
+
+The buffer's tokens are not in it: rows are read again from their shards (system.md §4, "the buffer is the bucket").
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from tba.contracts.errors import CorruptObject
+from tba.contracts.keys import CheckpointKey
+from tba.contracts.records import CheckpointManifest, ShardId
+from tba.failpoints import failpoint
+from tba.log import CHECKPOINT_RESTORED, log
+from tba.snapshots.files import get_file, put_files
+from tba.snapshots.layout import parse, serialise
+from tba.store import NotFound, ObjectStore
+
+FACTS = "facts.json"
+SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainerState:
+    """Everything a resumed trainer continues from, detached from the live one."""
+
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    """File name without suffix (master, optimizer, reference, buffer) -> named host tensors."""
+    facts: Mapping[str, Any]
+    """JSON: sampler, counters, gradient norms, reference policy."""
+
+
+def write_checkpoint(store: ObjectStore, manifest: CheckpointManifest, state: TrainerState) -> str:
+    """Upload state and manifest; returns the manifest's key. Visible only once `latest` names it.
+
+    `manifest.files` is filled in here. Raises: StoreUnavailable.
+    """
+    key = CheckpointKey(manifest.step, manifest.epoch, manifest.nonce)
+    files: dict[str, Any] = {f"{name}{SUFFIX}": serialise(tensors) for name, tensors in state.tensors.items()}
+    files[FACTS] = json.dumps(state.facts).encode()
+    failpoint("checkpoint.before_data")
+    entries = put_files(store, key.prefix, files)
+    failpoint("checkpoint.before_manifest")
+    store.put_once(key.path, manifest.model_copy(update={"files": entries}).to_json())
+    failpoint("checkpoint.before_commit")
+    return key.path
+
+
+def read_manifest(store: ObjectStore, manifest_key: str) -> CheckpointManifest:
+    """Raises: NotFound, CorruptObject."""
+    try:
+        manifest = CheckpointManifest.model_validate_json(store.get(manifest_key).data)
+    except ValueError as error:
+        raise CorruptObject(f"checkpoint manifest {manifest_key} cannot be parsed: {error}") from error
+    key = CheckpointKey.parse(manifest_key)
+    if (manifest.step, manifest.epoch, manifest.nonce) != (key.step, key.epoch, key.nonce):
+        raise CorruptObject(f"checkpoint manifest {manifest_key} says step {manifest.step}, epoch {manifest.epoch}")
+    return manifest
+
+
+def read_checkpoint(store: ObjectStore, manifest_key: str) -> tuple[CheckpointManifest, TrainerState]:
+    """Fetch and verify one checkpoint. Raises: NotFound, CorruptObject, StoreUnavailable."""
+    manifest = read_manifest(store, manifest_key)
+    prefix = CheckpointKey.parse(manifest_key).prefix
+    tensors: dict[str, dict[str, Tensor]] = {}
+    facts: dict[str, Any] | None = None
+    for entry in manifest.files:
+        data = get_file(store, prefix, entry)
+        if entry.name == FACTS:
+            facts = json.loads(bytes(data))
+        else:
+            tensors[entry.name.removesuffix(SUFFIX)] = parse(data)
+    if facts is None:
+        raise CorruptObject(f"checkpoint {manifest_key} lists no {FACTS}")
+    return manifest, TrainerState(tensors, facts)
+
+
+def held_shards(store: ObjectStore, manifest_key: str) -> list[ShardId]:
+    """Shards whose rows the checkpoint's buffer holds. Raises: NotFound, CorruptObject."""
+    manifest = read_manifest(store, manifest_key)
+    for entry in manifest.files:
+        if entry.name == FACTS:
+            facts = json.loads(bytes(get_file(store, CheckpointKey.parse(manifest_key).prefix, entry)))
+            return [ShardId(inc, int(seq)) for inc, items in facts["shard_paths"].items() for seq, _ in items]
+    raise CorruptObject(f"checkpoint {manifest_key} lists no {FACTS}")
+
+
+def restore_newest(store: ObjectStore, manifest_key: str) -> tuple[str, CheckpointManifest, TrainerState]:
+    """The checkpoint `latest` names, or the nearest readable ancestor: parents are followed, never a listing.
+
+    Raises: CorruptObject if none can be read; a run that has checkpoints never starts again from step 0.
+    """
+    key: str | None = manifest_key
+    refused: list[str] = []
+    while key is not None:
+        parent: str | None = None
+        try:
+            parent = read_manifest(store, key).parent
+            manifest, state = read_checkpoint(store, key)
+            log.info(CHECKPOINT_RESTORED, key=key, step=manifest.step, refused=refused)
+            return key, manifest, state
+        except (CorruptObject, NotFound) as error:
+            log.error("checkpoint_refused", key=key, error=str(error))
+            refused.append(f"{key}: {error}")
+            key = parent
+    raise CorruptObject("no checkpoint of this run can be read: " + "; ".join(refused))

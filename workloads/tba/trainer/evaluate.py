@@ -1,0 +1,155 @@
+"""Gathers evaluation blocks that searchers put into the bucket, and turns a complete set into one row."""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tba.contracts.errors import CorruptObject, StoreUnavailable
+from tba.contracts.history import EvalRow
+from tba.contracts.keys import EvalKey, WeightsKey
+from tba.contracts.records import EvalRequest, Outcome
+from tba.evaluation import EvalBlock, decode_block
+from tba.log import log
+from tba.store import ObjectStore
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """An evaluation that was asked for."""
+
+    manifest_key: str
+    request: EvalRequest
+    since: float  # unix seconds
+
+    @property
+    def weights(self) -> WeightsKey:
+        """Snapshot under evaluation."""
+        return WeightsKey.parse(self.manifest_key)
+
+
+def aggregate(blocks: Sequence[EvalBlock], pending: Pending, *, epoch: int, now: float) -> EvalRow:
+    """Mean reward and best-of-samples over prompts; failures are left out and counted.
+
+    With rewards of 0 and 1, pass_at_1 is the expected accuracy of one sample and pass_at_k that of k samples.
+    """
+    scores: dict[int, list[float]] = {}
+    failed = tokens = responses = 0
+    for block in blocks:
+        for row in block.rows:
+            responses += 1
+            tokens += row.num_tokens
+            if row.outcome is Outcome.SCORED and row.reward is not None:
+                scores.setdefault(row.prompt_id, []).append(row.reward)
+            else:
+                failed += 1
+    means = [sum(s) / len(s) for s in scores.values()]
+    n = len(means)
+    mean = sum(means) / n if n else 0.0
+    variance = sum((m - mean) ** 2 for m in means) / (n - 1) if n > 1 else 0.0
+    return EvalRow(
+        epoch=epoch,
+        step=pending.weights.version,
+        time=now,
+        policy_epoch=pending.weights.epoch,
+        num_prompts=n,
+        samples=pending.request.samples,
+        sampling=pending.request.sampling,
+        pass_at_1=mean,
+        pass_at_k=sum(max(s) for s in scores.values()) / n if n else 0.0,
+        standard_error=math.sqrt(variance / n) if n else 0.0,
+        failed=failed,
+        mean_response_tokens=tokens / responses if responses else 0.0,
+    )
+
+
+class Evaluator:
+    """Polls for blocks of the one pending evaluation in a thread of its own; `on_complete` gets the row."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        epoch: int,
+        poll_seconds: Callable[[], float],
+        on_complete: Callable[[Pending, EvalRow], None],
+    ) -> None:
+        self._store = store
+        self._epoch = epoch
+        self._poll_seconds = poll_seconds
+        self._on_complete = on_complete
+        self._lock = threading.Lock()
+        self._pending: Pending | None = None
+        self._blocks: dict[int, EvalBlock] = {}
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self.last_progress = time.monotonic()
+        """When a block last arrived, or the evaluation was asked for (monotonic seconds)."""
+        self._thread = threading.Thread(target=self._run, name="evaluate", daemon=True)
+
+    def start(self) -> None:
+        """Begin polling."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop polling and wait for the thread (bounded)."""
+        self._stop.set()
+        self._thread.join(10.0)
+
+    @property
+    def pending(self) -> Pending | None:
+        """The evaluation being waited for."""
+        with self._lock:
+            return self._pending
+
+    @property
+    def blocks_done(self) -> int:
+        """Blocks of the pending evaluation that have arrived."""
+        return len(self._blocks)
+
+    def expect(self, pending: Pending) -> None:
+        """Wait for this evaluation from now on, in place of any other."""
+        with self._lock:
+            self._pending, self._blocks = pending, {}
+            self.last_progress = time.monotonic()
+
+    def check(self) -> None:
+        """Raise the thread's error."""
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.wait(max(0.2, self._poll_seconds())):
+                pending = self.pending
+                if pending is not None:
+                    self._poll_guarded(pending)
+        except BaseException as error:
+            self._error = error
+
+    def _poll_guarded(self, pending: Pending) -> None:
+        try:
+            self._poll(pending)
+        except StoreUnavailable as error:
+            log.warning("storage_unavailable", task="evaluate", error=str(error))
+
+    def _poll(self, pending: Pending) -> None:
+        weights = pending.weights
+        prefix = EvalKey(weights.version, weights.epoch, weights.nonce, 0).prefix
+        for info in self._store.list_after(prefix):
+            block = EvalKey.parse(info.key).block
+            if block in self._blocks or block >= pending.request.num_blocks:
+                continue
+            try:
+                self._blocks[block] = decode_block(self._store.get(info.key).data)
+            except CorruptObject as error:
+                # The key cannot be written again: an unreadable block counts as answered, with no rows.
+                log.error("eval_block_quarantined", key=info.key, error=str(error))
+                self._blocks[block] = EvalBlock(rows=())
+            self.last_progress = time.monotonic()
+        if len(self._blocks) == pending.request.num_blocks:
+            row = aggregate(list(self._blocks.values()), pending, epoch=self._epoch, now=time.time())
+            with self._lock:
+                self._pending = None
+            self._on_complete(pending, row)

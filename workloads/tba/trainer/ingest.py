@@ -1,0 +1,203 @@
+"""Reads new shards in the background: list windows, fetch, verify, decode, queue for the training loop.
+
+Nothing is marked by deleting or renaming. What counts as ingested is decided by the loop's bookkeeping, inside the
+checkpoint; this thread only remembers what it has already queued.
+"""
+
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tba.contracts.errors import CorruptObject, StoreUnavailable
+from tba.contracts.keys import ShardKey
+from tba.contracts.records import ShardId
+from tba.log import STORAGE_FAILED, log
+from tba.protocol.windows import Windows, carry_out
+from tba.shards import ShardBatch, decode_shard
+from tba.store import NotFound, ObjectStore
+
+QUEUE_SHARDS = 256
+"""Shards decoded ahead of the loop; beyond it the reader pauses."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrival:
+    """A shard that was read, or why it was refused."""
+
+    key: str
+    shard_id: ShardId | None
+    """None: the key is not a shard's."""
+    batch: ShardBatch | None
+    reason: str = ""
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What a shard of this run may refer to; anything beyond it is quarantined."""
+
+    run_id: str
+    num_prompts: int
+    vocabulary: int
+
+
+def read_shard(store: ObjectStore, path: str, binding: Binding) -> Arrival:
+    """Fetch and verify one shard; a bad one becomes an arrival with a reason, never an exception.
+
+    Raises: NotFound, StoreUnavailable. ValueError if `path` is no shard key.
+    """
+    key = ShardKey.parse(path)
+    shard_id = ShardId(key.incarnation, key.seq)
+    try:
+        batch = decode_shard(
+            store.get(path).data,
+            run_id=binding.run_id,
+            num_prompts=binding.num_prompts,
+            vocabulary=binding.vocabulary,
+        )
+    except CorruptObject as error:
+        return Arrival(path, shard_id, None, str(error), key.window)
+    if batch.header.id != shard_id or batch.header.searcher != key.searcher:
+        reason = f"header says {batch.header.searcher} {batch.header.id}, key says {key.searcher} {shard_id}"
+        return Arrival(path, shard_id, None, reason, key.window)
+    return Arrival(path, shard_id, batch, "", key.window)
+
+
+class Ingestor:
+    """The reading thread. It owns the position of listing; the loop owns what counts as ingested."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        binding: Binding,
+        *,
+        lowest_unswept_window: int,
+        commit: Callable[[], int],
+        is_ingested: Callable[[ShardId], bool],
+        starved: Callable[[], bool],
+        poll_seconds: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._binding = binding
+        self._windows = Windows(lowest_unswept=lowest_unswept_window)
+        self._commit = commit
+        self._is_ingested = is_ingested
+        self._starved = starved
+        self._poll_seconds = poll_seconds
+        self._queue: queue.Queue[Arrival] = queue.Queue(QUEUE_SHARDS)
+        self._pending: Counter[int] = Counter()
+        self._lock = threading.Lock()
+        self._queued: set[ShardId] = set()
+        self._foreign: set[str] = set()
+        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._error: BaseException | None = None
+        self.unavailable_since: float | None = None
+        """Monotonic time since which storage has not answered; None while it does."""
+        self._thread = threading.Thread(target=self._run, name="ingest", daemon=True)
+
+    def start(self) -> None:
+        """Begin reading."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop reading and wait for the thread (bounded)."""
+        self._stop.set()
+        self._wake.set()
+        self._thread.join(10.0)
+
+    def poll_now(self) -> None:
+        """Cut the current pause short."""
+        self._wake.set()
+
+    def take(self, timeout_seconds: float) -> list[Arrival]:
+        """Everything queued; waits up to `timeout_seconds` for the first. Raises the thread's error."""
+        if self._error is not None:
+            raise self._error
+        arrivals: list[Arrival] = []
+        try:
+            arrivals.append(
+                self._queue.get(timeout=timeout_seconds) if timeout_seconds > 0 else self._queue.get_nowait()
+            )
+            while True:
+                arrivals.append(self._queue.get_nowait())
+        except queue.Empty:
+            return arrivals
+
+    def ingested(self, arrivals: list[Arrival]) -> None:
+        """The loop has counted these as ingested: their windows are no longer pending."""
+        with self._lock:
+            for arrival in arrivals:
+                if arrival.window is not None:
+                    self._pending[arrival.window] -= 1
+            self._pending = +self._pending
+
+    def durable_window(self) -> int:
+        """`lowest_unswept_window` of a checkpoint captured now."""
+        with self._lock:
+            return self._windows.durable(self._pending)
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self._poll_guarded()
+                self._wake.wait(self._poll_seconds())
+                self._wake.clear()
+        except BaseException as error:
+            self._error = error
+
+    def _poll_guarded(self) -> None:
+        try:
+            self._poll()
+            self.unavailable_since = None
+        except StoreUnavailable as error:
+            self.unavailable_since = self.unavailable_since or time.monotonic()
+            log.warning(STORAGE_FAILED, task="ingest", error=str(error))
+
+    def _poll(self) -> None:
+        windows = self._windows.observed(self._commit(), time.monotonic())
+        plan = windows.plan(starved=self._starved())
+        listing = carry_out(plan, self._store.list_after)
+        for path in listing.keys:
+            arrival = self._read(path)
+            if arrival is not None:
+                self._put(arrival)
+            if self._stop.is_set():
+                return
+        with self._lock:  # only now: everything listed is queued, hence pending
+            self._windows = windows.listed(plan, listing)
+
+    def _put(self, arrival: Arrival) -> None:
+        with self._lock:
+            if arrival.window is not None:
+                self._pending[arrival.window] += 1
+        if arrival.shard_id is not None:
+            self._queued.add(arrival.shard_id)
+        while not self._stop.is_set():
+            try:
+                self._queue.put(arrival, timeout=0.5)
+                return
+            except queue.Full:
+                continue
+
+    def _read(self, path: str) -> Arrival | None:
+        try:
+            key = ShardKey.parse(path)
+        except ValueError:
+            return self._foreign_object(path)
+        shard_id = ShardId(key.incarnation, key.seq)
+        if shard_id in self._queued or self._is_ingested(shard_id):
+            return None
+        try:
+            return read_shard(self._store, path, self._binding)
+        except NotFound:  # swept between list and get
+            return None
+
+    def _foreign_object(self, path: str) -> Arrival | None:
+        if path in self._foreign:
+            return None
+        self._foreign.add(path)
+        return Arrival(path, None, None, "not a shard key")

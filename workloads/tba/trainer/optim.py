@@ -1,0 +1,104 @@
+"""AdamW on float32 master weights with the job's schedule and gradient clipping."""
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from tba.contracts.config import Objective
+from tba.objectives.schedules import learning_rate
+
+CLIP_WINDOW = 101
+"""Gradient norms the running median of `maxGradNorm: auto` is taken over."""
+CLIP_FACTOR = 3.0
+CLIP_WARMUP = 5
+"""Norms seen before `auto` clips at all."""
+
+
+def default_learning_rate(num_parameters: int, *, lora: bool = False) -> float:
+    """A starting guess by size, said so in the log: 1e-5 below 1B, 3e-6 up to 8B, 1e-6 above; 5e-5 for LoRA."""
+    if lora:
+        return 5e-5
+    if num_parameters < 1_000_000_000:
+        return 1e-5
+    return 3e-6 if num_parameters <= 8_000_000_000 else 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one optimizer step did."""
+
+    grad_norm: float  # before clipping
+    clipped: bool
+    learning_rate: float
+
+
+class Optimizer:
+    """One AdamW update a step; named state, so that a checkpoint does not depend on parameter order."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], objective: Objective) -> None:
+        self._objective = objective
+        self._names = list(parameters)
+        self._parameters = list(parameters.values())
+        count = sum(p.numel() for p in self._parameters)
+        self.peak = objective.learning_rate or default_learning_rate(count)
+        settings = objective.optimizer
+        self._adamw = torch.optim.AdamW(
+            self._parameters,
+            lr=self.peak,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+        )
+        self._norms: deque[float] = deque(maxlen=CLIP_WINDOW)
+
+    def zero_grad(self) -> None:
+        """Forget gradients."""
+        self._adamw.zero_grad(set_to_none=True)
+
+    def apply(self, step: int) -> Update:
+        """Clip and apply the accumulated gradients as optimizer step `step` (from 1).
+
+        Raises: FloatingPointError if the gradient is not finite.
+        """
+        limit = self._limit()
+        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, limit if limit is not None else math.inf))
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"gradient norm at step {step} is {norm}: lower learningRate or raise beta")
+        self._norms.append(norm)
+        rate = learning_rate(step, self._objective.schedule, self._objective.total_steps, self.peak)
+        for group in self._adamw.param_groups:
+            group["lr"] = rate
+        self._adamw.step()
+        return Update(norm, limit is not None and norm > limit, rate)
+
+    def state(self) -> tuple[dict[str, Tensor], list[float]]:
+        """Host copies of the moments by parameter name, and the recent gradient norms."""
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            for key, value in self._adamw.state.get(parameter, {}).items():
+                tensors[f"{key}/{name}"] = value.detach().to("cpu", copy=True)
+        return tensors, list(self._norms)
+
+    def restore(self, tensors: Mapping[str, Tensor], norms: list[float]) -> None:
+        """Undo `state`. Raises: KeyError if a tensor names an unknown parameter."""
+        by_name = dict(zip(self._names, self._parameters, strict=True))
+        self._adamw.state.clear()
+        for full, value in tensors.items():
+            key, name = full.split("/", 1)
+            parameter = by_name[name]
+            device = "cpu" if key == "step" else parameter.device
+            self._adamw.state.setdefault(parameter, {})[key] = value.to(device, copy=True)
+        self._norms = deque(norms, maxlen=CLIP_WINDOW)
+
+    def _limit(self) -> float | None:
+        setting = self._objective.optimizer.max_grad_norm
+        if setting is None or self._objective.loss_scale == "Paper":
+            return None
+        if setting == "auto":
+            return CLIP_FACTOR * median(self._norms) if len(self._norms) >= CLIP_WARMUP else None
+        return float(setting)

@@ -1,0 +1,178 @@
+"""From a step's result to history row, metrics and the `/progress` answer. Pure but for the metrics registry."""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from tba import telemetry
+from tba.contracts.history import Progress, SampleRow, StepRow
+from tba.trainer.learner import Learner, StepResult
+
+WEAK_HOLD = 0.05
+"""Below this beta * std(ell) / std(r), beta no longer holds a lagging policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one step, and of the waits since the one before."""
+
+    step_seconds: float
+    wait_data_seconds: float
+    wait_storage_seconds: float
+
+
+def step_row(learner: Learner, result: StepResult, timing: Timing, *, epoch: int, published_version: int) -> StepRow:
+    """The history row of a step."""
+    counters, plan = learner.counters, result.plan
+    used = result.weights > 0
+    multiplicity = np.where(used, plan.weights, 0.0)
+    total = float(multiplicity.sum())
+    ratio = np.divide(result.weights, multiplicity, out=np.zeros_like(result.weights), where=used)
+    mean_ell = _group_mean(result.ell, multiplicity)
+    mean_reward = _group_mean(result.rewards, multiplicity)
+    ell_std = _group_std(result.ell, mean_ell, multiplicity)
+    reward_std = _group_std(result.rewards, mean_reward, multiplicity)
+    spread = float(reward_std.mean())
+    lags, counts = np.unique(plan.staleness, return_counts=True)
+    return StepRow(
+        epoch=epoch,
+        step=learner.step,
+        time=time.time(),
+        wall_seconds=counters.wall_seconds,
+        step_seconds=timing.step_seconds,
+        wait_data_seconds=timing.wait_data_seconds,
+        wait_storage_seconds=timing.wait_storage_seconds,
+        score_seconds=result.score_seconds,
+        train_seconds=result.train_seconds,
+        loss=result.loss,
+        reward_mean=float((result.rewards * multiplicity).sum() / total),
+        generated_reward_mean=counters.take_reward_mean(),
+        log_z=float(result.log_z.mean()),
+        kl=float((result.ell * multiplicity).sum() / total),
+        ell_std=float(ell_std.mean()),
+        beta=result.beta,
+        beta_ratio=result.beta * float(ell_std.mean()) / spread if spread > 0 else 0.0,
+        signal_groups_fraction=float((reward_std > 1e-6).mean()),
+        ess=float((multiplicity * ratio).sum() ** 2 / (total * (multiplicity * ratio**2).sum())),
+        grad_norm=result.update.grad_norm,
+        grad_clipped=result.update.clipped,
+        learning_rate=result.update.learning_rate,
+        staleness=dict(zip(lags.tolist(), counts.tolist(), strict=True)),
+        replay_slots=int(plan.replay.sum()),
+        slots=len(plan.replay),
+        with_replacement=int(plan.with_replacement.sum()),
+        mop_recycles=plan.mop_recycles,
+        trained_rows=counters.trained_rows,
+        trained_tokens=counters.trained_tokens,
+        ingested_rows=counters.ingested_rows,
+        generated_tokens=counters.generated_tokens,
+        duplicate_rows=counters.duplicate_rows,
+        failed_rows=counters.failed_rows,
+        quarantined_shards=counters.quarantined_shards,
+        replay_ratio=learner.sampler.replay_ratio(learner.buffer),
+        buffer_rows=len(learner.buffer),
+        buffer_bytes=learner.buffer.memory_bytes,
+        published_version=published_version,
+    )
+
+
+def record_metrics(row: StepRow, result: StepResult) -> None:
+    """Set the Prometheus metrics of a step (interface.md §4)."""
+    telemetry.STEP.set(row.step)
+    telemetry.LOSS.set(row.loss)
+    telemetry.REWARD_MEAN.set(row.reward_mean)
+    telemetry.LOG_Z.set(row.log_z)
+    telemetry.KL.set(row.kl)
+    telemetry.ELL_STD.set(row.ell_std)
+    telemetry.BETA_RATIO.set(row.beta_ratio)
+    telemetry.SIGNAL_GROUPS_FRACTION.set(row.signal_groups_fraction)
+    telemetry.ESS.set(row.ess)
+    telemetry.GRAD_NORM.set(row.grad_norm)
+    telemetry.REPLAY_RATIO.set(row.replay_ratio)
+    telemetry.TRAINED_TOKENS.inc(result.trained_tokens)
+    telemetry.TRAINER_WAIT.labels("data").inc(row.wait_data_seconds)
+    telemetry.TRAINER_WAIT.labels("storage").inc(row.wait_storage_seconds)
+    for lag, count in row.staleness.items():
+        for _ in range(count):
+            telemetry.STALENESS.observe(lag)
+
+
+def sample_row(learner: Learner, result: StepResult, *, epoch: int, prompt: str, response: str, slot: int) -> SampleRow:
+    """A trained response for people to read."""
+    row = result.plan.rows[slot, 0]
+    return SampleRow(
+        epoch=epoch,
+        step=learner.step,
+        time=time.time(),
+        prompt=prompt,
+        response=response,
+        reward=float(result.rewards[slot, 0]),
+        version=int(learner.buffer.versions(np.array([row]))[0]),
+        searcher=learner.searcher_of(int(row)),
+    )
+
+
+@dataclass(slots=True)
+class Tracker:
+    """What `/progress` answers; the loop updates it, HTTP threads read copies."""
+
+    run_id: str
+    pod_uid: str | None
+    epoch: int
+    total_steps: int
+    state: str = "Starting"
+    detail: str = ""
+    step: int = 0
+    policy_version: int = 0
+    eval_score: float | None = None
+    last_row: StepRow | None = None
+    trajectories: int = 0
+    searchers: int = 0
+    idle_seconds: float = 0.0
+    busy_seconds: float = 0.0
+    started: float = 0.0
+    first_step: int = 0
+
+    def stepped(self, row: StepRow) -> None:
+        """Take over a finished step."""
+        self.last_row = row
+        self.step = row.step
+        self.idle_seconds += row.wait_data_seconds + row.wait_storage_seconds
+        self.busy_seconds += row.step_seconds
+        self.trajectories = row.ingested_rows
+
+    def progress(self) -> Progress:
+        """A copy of now."""
+        row = self.last_row
+        total = self.idle_seconds + self.busy_seconds
+        done = self.step - self.first_step
+        lags = row.staleness if row else {}
+        return Progress(
+            run_id=self.run_id,
+            pod_uid=self.pod_uid,
+            state=self.state,  # type: ignore[arg-type]
+            detail=self.detail,
+            epoch=self.epoch,
+            step=self.step,
+            total_steps=self.total_steps,
+            percentage=100.0 * self.step / self.total_steps,
+            policy_version=self.policy_version,
+            reward=row.reward_mean if row else None,
+            eval_score=self.eval_score,
+            staleness_mean=sum(k * v for k, v in lags.items()) / sum(lags.values()) if lags else None,
+            trainer_idle_percent=100.0 * self.idle_seconds / total if total else None,
+            trajectories=self.trajectories,
+            replay_ratio=row.replay_ratio if row else None,
+            eta_seconds=total / done * (self.total_steps - self.step) if done else None,
+            searchers=self.searchers,
+            last_updated_time=time.time(),
+        )
+
+
+def _group_mean(values: np.ndarray, weights: np.ndarray) -> np.ndarray:  # (P, K) -> (P, 1)
+    return (values * weights).sum(1, keepdims=True) / weights.sum(1, keepdims=True)
+
+
+def _group_std(values: np.ndarray, mean: np.ndarray, weights: np.ndarray) -> np.ndarray:  # -> (P,)
+    return np.sqrt(((values - mean) ** 2 * weights).sum(1) / weights.sum(1))

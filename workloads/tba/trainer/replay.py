@@ -1,0 +1,134 @@
+"""Trains again, offline, from recorded trajectories in recorded order (system.md §2: every run can be replayed).
+
+The ingest log says which shards entered before which optimizer step; entries of a discarded future are dropped by the
+lineage. On CPU, with the same configuration and thread count, the weights equal those of the live run bit for bit,
+however often that one was killed and resumed.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from tba.contracts.config import LiveConfig
+from tba.contracts.errors import CorruptObject, UserError
+from tba.contracts.keys import INGEST, LATEST, RUN, LogKey
+from tba.contracts.records import CheckpointManifest, IngestEntry, Latest, Lineage, RunRecord
+from tba.models import build_model, load_weights
+from tba.prompts import PromptSet, load_prompt_set
+from tba.protocol.bookkeeping import Bookkeeping
+from tba.protocol.lineage import is_discarded, surviving
+from tba.snapshots import fetch_snapshot
+from tba.store import NotFound, ObjectStore
+from tba.trainer.checkpoint import read_checkpoint
+from tba.trainer.ingest import Binding, read_shard
+from tba.trainer.learner import Learner, StepResult
+from tba.trainer.model import Policy
+from tba.trainer.startup import binding
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A run as its bucket tells it."""
+
+    record: RunRecord
+    latest: Latest
+    checkpoint: CheckpointManifest
+    version0: str
+    lineage: Lineage
+    entries: tuple[IngestEntry, ...]
+    """Surviving entries, in order of training."""
+    prompts: PromptSet
+
+    def binding(self, model: torch.nn.Module) -> Binding:
+        """What its shards may refer to."""
+        return binding(self.record, self.prompts, model)
+
+
+def read_recorded(store: ObjectStore) -> Recorded:
+    """Raises: UserError if the prefix holds no run with a checkpoint."""
+    try:
+        record = RunRecord.model_validate_json(store.get(RUN).data)
+        latest = Latest.model_validate_json(store.get(LATEST).data)
+    except NotFound as error:
+        raise UserError(f"{store.uri} holds no run (no {error.args[0]}): pass the storage URI of a run") from error
+    if latest.checkpoint is None:
+        raise UserError(f"the run at {store.uri} has no checkpoint yet: wait for its first one")
+    manifest, state = read_checkpoint(store, latest.checkpoint)
+    lineage = surviving(manifest, latest.epoch)
+    return Recorded(
+        record,
+        latest,
+        manifest,
+        str(state.facts["version0"]),
+        lineage,
+        tuple(surviving_entries(store, lineage)),
+        load_prompt_set(store, record.train_prompts),
+    )
+
+
+def surviving_entries(store: ObjectStore, lineage: Lineage) -> Iterator[IngestEntry]:
+    """The ingest log without discarded futures: what the final weights depend on."""
+    for info in store.list_after(INGEST):
+        epoch = LogKey.parse(info.key).epoch
+        for line in store.get(info.key).data.splitlines():
+            entry = IngestEntry.model_validate(json.loads(line))
+            if epoch in lineage.resume_steps and not is_discarded(lineage, epoch, entry.before_step):
+                yield entry
+
+
+def replay(
+    store: ObjectStore,
+    live: LiveConfig,
+    *,
+    steps: int | None = None,
+    on_step: Callable[[StepResult], None] | None = None,
+) -> Learner:
+    """Train from version 0 for `steps` (default: to the newest checkpoint) over the recorded shards.
+
+    Raises: CorruptObject if a recorded shard cannot be read any more; UserError without a run.
+    """
+    recorded = read_recorded(store)
+    learner = _begin(store, recorded)
+    book = Bookkeeping(epoch=recorded.latest.epoch, lineage=recorded.lineage)
+    pending = list(reversed(recorded.entries))
+    for step in range(1, (steps if steps is not None else recorded.checkpoint.step) + 1):
+        while pending and pending[-1].before_step <= step:
+            _ingest(store, recorded, learner, book, pending.pop())
+        result = learner.train_step(live, _epoch_of(recorded.lineage, step))
+        # `step` of the bookkeeping is what trajectories may claim; the recorded run has checked that already.
+        book = replace(book, step=recorded.checkpoint.step)
+        if on_step is not None:
+            on_step(result)
+    return learner
+
+
+def _ingest(store: ObjectStore, recorded: Recorded, learner: Learner, book: Bookkeeping, entry: IngestEntry) -> None:
+    if entry.synced:
+        learner.sampler.on_sync(learner.buffer)
+        return
+    if entry.quarantined is not None:
+        return
+    arrival = read_shard(store, entry.key, recorded.binding(learner.policy.model))
+    if arrival.batch is None:
+        raise CorruptObject(f"{entry.key} was ingested with {entry.num_rows} rows, now: {arrival.reason}")
+    learner.ingest_shard(entry.key, arrival.batch, replace(book, step=recorded.checkpoint.step))
+
+
+def _begin(store: ObjectStore, recorded: Recorded) -> Learner:
+    snapshot = fetch_snapshot(store, recorded.version0)
+    config = recorded.record.config
+    model, _ = build_model(
+        snapshot.assets, dtype=torch.float32, device="cpu", trust_remote_code=config.model.trust_remote_code
+    )
+    load_weights(model, snapshot.tensors)
+    policy = Policy(
+        model, config=config.model, reference=config.objective.reference, temperature=config.objective.temperature
+    )
+    return Learner(policy, config)
+
+
+def _epoch_of(lineage: Lineage, step: int) -> int:
+    """The epoch that trained surviving step `step`."""
+    return max(e for e, resumed in lineage.resume_steps.items() if resumed < step or resumed == 0)

@@ -1,0 +1,320 @@
+"""From a configuration directory to a trainer ready to run: open storage, claim the run, restore or begin.
+
+```
+run.json in the bucket? ── no ──► load model.uri, materialise prompts, put run.json (once)
+        │ yes: must be this job's, unchanged
+        ▼
+CAS latest: epoch + 1 (fences any older trainer)
+        │
+latest.checkpoint? ── no ──► step 0      yes ──► restore it (or the nearest readable parent)
+```
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tba.contracts.config import LiveConfig
+from tba.contracts.errors import CorruptObject, UserError
+from tba.contracts.keys import LATEST, RUN, new_nonce, prompts_key
+from tba.contracts.records import EvalRequest, Latest, Lineage, RunRecord, RunState, ShardId
+from tba.contracts.runfile import RunFile
+from tba.log import EPOCH_TAKEN, MODEL_LOADED, PROMPTS_MATERIALISED, log
+from tba.models import LoadedModel, build_model, load_model, load_weights
+from tba.prompts import PromptSet, load_prompt_set, materialize
+from tba.protocol.bookkeeping import Bookkeeping
+from tba.snapshots import fetch_snapshot
+from tba.store import AlreadyExists, NotFound, ObjectStore, open_store
+from tba.store.probe import probe, require
+from tba.trainer.buffer import NewRows
+from tba.trainer.checkpoint import restore_newest
+from tba.trainer.committer import Committer
+from tba.trainer.ingest import Binding, read_shard
+from tba.trainer.learner import Learner, new_rows
+from tba.trainer.model import Policy
+
+EVAL_BLOCK_PROMPTS = 64
+"""Prompts of an evaluation block: small enough that a lost searcher costs little."""
+FETCH_THREADS = 8
+
+
+@dataclass(slots=True)
+class Ready:
+    """A trainer that has claimed its run."""
+
+    store: ObjectStore
+    record: RunRecord
+    committer: Committer
+    book: Bookkeeping
+    learner: Learner
+    tokenizer: Any
+    assets: dict[str, bytes]
+    prompts: PromptSet
+    fresh: bool
+    """No checkpoint existed: training begins at step 0."""
+    eval_request: EvalRequest | None
+    version0: str | None
+    """Manifest key of version 0; None until it is published."""
+
+
+class AlreadyComplete(Exception):
+    """The run in the bucket has ended; there is nothing to do."""
+
+
+def open_run_store(live: LiveConfig, uri: str) -> ObjectStore:
+    """The store of `uri` with the job's endpoint settings."""
+    storage = live.storage
+    return open_store(uri, endpoint=storage.endpoint, region=storage.region, force_path_style=storage.force_path_style)
+
+
+def prepare(run: RunFile, live: LiveConfig, uri: str) -> Ready:
+    """Claim the run at `uri` and restore or begin it.
+
+    Raises: UserError (another job's prefix, changed configuration), StoreUnavailable, AlreadyComplete.
+    """
+    store = open_run_store(live, uri)
+    record = _read_record(store)
+    if record is not None:
+        _refuse_foreign(record, run, live)
+    loaded: LoadedModel | None = None
+    if record is None:
+        if not live.storage.unsafe_single_trainer:
+            require(probe(store))
+        loaded = _load(run)
+        record = _create_record(store, run, live, loaded)
+    _refuse_ended(store)
+    committer = Committer.take_over(store)
+    log.info(EPOCH_TAKEN, epoch=committer.epoch, checkpoint=committer.latest.checkpoint)
+    prompts = load_prompt_set(store, record.train_prompts)
+    _refuse_few_prompts(prompts, record)
+    if committer.latest.checkpoint is None:
+        return _begin(store, record, committer, run, loaded, prompts)
+    return _resume(store, record, committer, prompts)
+
+
+def _begin(
+    store: ObjectStore,
+    record: RunRecord,
+    committer: Committer,
+    run: RunFile,
+    loaded: LoadedModel | None,
+    prompts: PromptSet,
+) -> Ready:
+    loaded = loaded or _load(run)
+    if loaded.revision != record.model_revision:
+        raise UserError(
+            f"model.uri gave revision {loaded.revision}, this run began with {record.model_revision}: "
+            "restore the model, or delete the run with `tba storage delete`"
+        )
+    learner = Learner(_policy(loaded.model, record), record.config)
+    return Ready(
+        store=store,
+        record=record,
+        committer=committer,
+        book=Bookkeeping.begun(committer.epoch),
+        learner=learner,
+        tokenizer=loaded.tokenizer,
+        assets=loaded.assets,
+        prompts=prompts,
+        fresh=True,
+        eval_request=_eval_request(store, record),
+        version0=None,
+    )
+
+
+def _resume(store: ObjectStore, record: RunRecord, committer: Committer, prompts: PromptSet) -> Ready:
+    assert committer.latest.checkpoint is not None
+    key, manifest, state = restore_newest(store, committer.latest.checkpoint)
+    version0 = fetch_snapshot(store, str(state.facts["version0"]))
+    model, tokenizer = build_model(
+        version0.assets,
+        dtype=torch.float32,
+        device=_device(),
+        trust_remote_code=record.config.model.trust_remote_code,
+    )
+    load_weights(model, version0.tensors)
+    book = Bookkeeping.restored(manifest, key, committer.epoch)
+    learner = Learner(_policy(model, record), record.config)
+    learner.restore(
+        state, book.step, ShardReader(store, binding(record, prompts, model), state.facts["shard_paths"], book.lineage)
+    )
+    return Ready(
+        store=store,
+        record=record,
+        committer=committer,
+        book=book,
+        learner=learner,
+        tokenizer=tokenizer,
+        assets=dict(version0.assets),
+        prompts=prompts,
+        fresh=False,
+        eval_request=_eval_request(store, record),
+        version0=version0.key,
+    )
+
+
+class ShardReader:
+    """Reads the buffer's rows again from their shards, several at a time."""
+
+    def __init__(self, store: ObjectStore, bound: Binding, paths: dict[str, list[list[Any]]], lineage: Lineage) -> None:
+        """`paths`: incarnation -> [[seq, key], ...]."""
+        self._store = store
+        self._bound = bound
+        self._paths = {ShardId(inc, int(seq)): str(path) for inc, items in paths.items() for seq, path in items}
+        self._lineage = lineage
+
+    def __call__(self, shards: Sequence[ShardId]) -> Iterator[NewRows]:
+        """Each shard's rows once. Raises: CorruptObject if one that was readable is not any more."""
+        with ThreadPoolExecutor(FETCH_THREADS) as pool:
+            yield from pool.map(self._one, shards)
+
+    def _one(self, shard: ShardId) -> NewRows:
+        try:
+            arrival = read_shard(self._store, self._paths[shard], self._bound)
+        except (KeyError, NotFound) as error:
+            raise CorruptObject(f"shard {shard} of the checkpoint's buffer is gone: {error}") from error
+        if arrival.batch is None:
+            raise CorruptObject(f"shard {arrival.key} of the checkpoint's buffer cannot be read: {arrival.reason}")
+        return new_rows(arrival.batch, self._lineage)
+
+
+def binding(record: RunRecord, prompts: PromptSet, model: torch.nn.Module) -> Binding:
+    """What shards of this run may refer to."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    return Binding(record.run_id, len(prompts), int(vocabulary))
+
+
+def _policy(model: torch.nn.Module, record: RunRecord) -> Policy:
+    config = record.config
+    return Policy(
+        model.to(_device()),
+        config=config.model,
+        reference=config.objective.reference,
+        temperature=config.objective.temperature,
+    )
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _load(run: RunFile) -> LoadedModel:
+    loaded = load_model(run.config.model, base_dir=Path(run.base_dir or "."), token=os.environ.get("HF_TOKEN"))
+    count = sum(p.numel() for p in loaded.model.parameters())
+    log.info(MODEL_LOADED, uri=run.config.model.uri, revision=loaded.revision, num_parameters=count)
+    return loaded
+
+
+def _create_record(store: ObjectStore, run: RunFile, live: LiveConfig, loaded: LoadedModel) -> RunRecord:
+    config = run.config
+    base_dir = Path(run.base_dir or ".")
+    longest = config.model.max_model_len - config.task.sampling.max_tokens
+    train = _put_prompts(store, config.task.prompts, loaded.tokenizer, base_dir, longest, None)
+    evaluation = config.task.evaluation
+    held_out = None
+    if evaluation.prompts is not None:
+        held_out = _put_prompts(store, evaluation.prompts, loaded.tokenizer, base_dir, longest, evaluation.max_prompts)
+    record = RunRecord(
+        run_id=new_nonce(),
+        owner=run.owner,
+        config=config,
+        model_revision=loaded.revision,
+        train_prompts=train,
+        eval_prompts=held_out,
+        samples_per_prompt=live.searcher.samples_per_prompt,
+    )
+    try:
+        store.put_once(RUN, record.to_json())
+        return record
+    except AlreadyExists:  # two trainers began at once: the first one's record stands
+        other = _read_record(store)
+        assert other is not None, "run.json was just seen"
+        _refuse_foreign(other, run, live)
+        return other
+
+
+def _put_prompts(
+    store: ObjectStore, prompts: Any, tokenizer: Any, base_dir: Path, longest: int, limit: int | None
+) -> str:
+    sha, data = materialize(prompts, tokenizer, base_dir=base_dir, max_prompt_tokens=longest, limit=limit)
+    key = prompts_key(sha)
+    store.put_once(key, data)
+    log.info(PROMPTS_MATERIALISED, key=key, total_bytes=len(data))
+    return key
+
+
+def _eval_request(store: ObjectStore, record: RunRecord) -> EvalRequest | None:
+    if record.eval_prompts is None:
+        return None
+    evaluation = record.config.task.evaluation
+    return EvalRequest(
+        prompts=record.eval_prompts,
+        num_prompts=len(load_prompt_set(store, record.eval_prompts)),
+        block_prompts=EVAL_BLOCK_PROMPTS,
+        sampling=evaluation.sampling,
+        samples=evaluation.samples,
+    )
+
+
+def _read_record(store: ObjectStore) -> RunRecord | None:
+    try:
+        data = store.get(RUN).data
+    except NotFound:
+        return None
+    try:
+        return RunRecord.model_validate_json(data)
+    except ValueError as error:
+        raise UserError(
+            f"run.json at {store.uri} is not of this version: {error}. Use another storage prefix for this job"
+        ) from error
+
+
+def _refuse_foreign(record: RunRecord, run: RunFile, live: LiveConfig) -> None:
+    if record.owner != run.owner and not live.storage.adopt:
+        raise UserError(
+            f"this storage prefix holds a run of job {record.owner}, this is {run.owner}: "
+            "use another storage.uri, or set storage.adopt: true to take the run over"
+        )
+    changed = _differences(record.config.identity(), run.config.identity())
+    if changed:
+        raise UserError(
+            "these fields may not change during a run: " + "; ".join(changed) + ". "
+            "Undo the change, use another storage.uri, or delete the run with `tba storage delete`"
+        )
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any], path: str = "") -> list[str]:
+    found: list[str] = []
+    for name in sorted(old.keys() | new.keys()):
+        a, b = old.get(name), new.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += _differences(a, b, f"{path}{name}.")
+        elif a != b:
+            found.append(f"{path}{name} was {json.dumps(a)}, is now {json.dumps(b)}")
+    return found
+
+
+def _refuse_ended(store: ObjectStore) -> None:
+    try:
+        latest = Latest.model_validate_json(store.get(LATEST).data)
+    except NotFound:
+        return
+    if latest.state is RunState.COMPLETE:
+        raise AlreadyComplete(f"the run at {store.uri} is complete at step {latest.step}")
+    if latest.state is RunState.FAILED:
+        raise UserError(f"the run at {store.uri} has failed for good: use another storage.uri")
+
+
+def _refuse_few_prompts(prompts: PromptSet, record: RunRecord) -> None:
+    wanted = record.config.objective.prompts_per_batch
+    if len(prompts) < wanted:
+        raise UserError(
+            f"objective.promptsPerBatch (P) must be <= the number of prompts, got {wanted} > {len(prompts)}: "
+            "lower promptsPerBatch or give more prompts"
+        )
