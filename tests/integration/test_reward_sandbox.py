@@ -377,7 +377,7 @@ def test_versions_differ_by_parameters_alone(code):
 
 
 def test_a_mathematical_tower_costs_only_its_own_sample():
-    reward = Reward(name="math", timeout_seconds=2)
+    reward = Reward(name="math", timeout_seconds=3)
     with RewardPool(reward, num_workers=1) as pool:
         tower = r"\boxed{" + "9^{9^{9^{9^{9}}}}" + "}"
         results = pool.score([RewardCall("q", r, "8") for r in (r"\boxed{8}", tower, r"\boxed{8}")])

@@ -5,7 +5,7 @@ The programs below decide nothing themselves: they call the functions that train
 
 A world is one tuple of small values; bodies of `latest` and trainer memories are interned as integers. A move is one
 visible action (read, swap, list, put); local actions are run together with the visible one before them, unless
-`Scope.fine`. A fault is a swap whose reply is lost, which never arrives, or which arrives at some later time.
+`Scope.fine`. A fault is a request without a reply that takes effect at once, at any later time or never.
 """
 
 from collections import deque
@@ -38,7 +38,8 @@ class Scope:
     faults: int = 1
     fine: bool = False
     windows: bool = False
-    """The trainer also commits an empty window before each step."""
+    """Shards lie under the commit their searcher had seen, and a trainer commits an empty window before each step;
+    otherwise all lie in one window."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Rules:
     staleness: Callable[[Bookkeeping, PolicyId], int] = Bookkeeping.staleness
     plan: Callable[[Windows, bool], ListPlan] = lambda windows, starved: windows.plan(starved=starved, sweep_keys=1)
     phases: tuple[str, ...] = ("data", "manifest", "read")
-    """Of a publish or checkpoint; `read` begins the commit."""
+    """Of a publish or checkpoint, in order; with `read` the commit begins."""
 
 
 class Trainer(NamedTuple):
@@ -147,6 +148,7 @@ class Explorer:
         self._memory_ids: dict[object, int] = {}
         self._saved: dict[str, tuple[CheckpointManifest, tuple[ShardId, ...]]] = {}
         self._seen: dict[tuple, tuple[str, int]] = {}
+        self._polled: dict[tuple, int] = {}
 
     def run(self, max_states: int = 10_000_000) -> Result:
         """Explore all of the scope, or up to the first violation."""
@@ -186,7 +188,7 @@ class Explorer:
         for i, searcher in enumerate(world.searchers):
             yield from self._searcher(world, i, searcher)
         if world.flight is not None:
-            yield "network: a delayed swap arrives", self._arrive(world, world.flight)
+            yield "network: the swap without a reply takes effect", self._arrive(world, world.flight)
 
     def _trainer(self, world: World, i: int, t: Trainer) -> Iterator[Move]:
         name = f"trainer {i}"
@@ -219,8 +221,9 @@ class Explorer:
             latest = self._bodies[world.latest]
             if latest is not None and latest.manifest is not None:
                 key = WeightsKey.parse(latest.manifest)
-                loaded = s._replace(pc="upload", policy=PolicyId(key.epoch, key.version), window=latest.commit)
-                yield f"{name}: loads {loaded.policy} in window {latest.commit}", self._put_searcher(world, i, loaded)
+                window = latest.commit if self.scope.windows else 0
+                loaded = s._replace(pc="upload", policy=PolicyId(key.epoch, key.version), window=window)
+                yield f"{name}: loads {loaded.policy} in window {window}", self._put_searcher(world, i, loaded)
         elif s.pc == "upload":
             shard = Shard(s.window, i, s.life, s.seq, s.policy)
             landed = world._replace(shards=world.shards | {shard})
@@ -272,7 +275,7 @@ class Explorer:
             return self._enter(t, "finish") if drained else self._forward(t, book, steps)
         if t.pc == "window":
             return self._enter(t, "train")
-        return t._replace(pc="over", phase="", key="", base=0)
+        return self._ended("over")
 
     def _unsaved(self, book: Bookkeeping) -> bool:
         return CheckpointKey.parse(book.checkpoint).step < book.step if book.checkpoint else True
@@ -295,11 +298,18 @@ class Explorer:
 
     def _poll(self, world: World, i: int, t: Trainer, *, starved: bool) -> World:
         """List what the plan says, ingest what is new, step (not when draining)."""
+        question = (t.book, t.known if self.scope.windows else 0, world.shards, starved)
+        if question not in self._polled:
+            self._polled[question] = self._memory(self._ingested(world, t, starved=starved))
+        t = self._enter(t._replace(book=self._polled[question]), "checkpoint" if starved else "publish")
+        return self._local(self._put(world, i, t), i)
+
+    def _ingested(self, world: World, t: Trainer, *, starved: bool) -> Memory:
         memory = self._memories[t.book]
         latest = self._bodies[t.known]
         assert latest is not None
         windows = Windows(lowest_unswept=memory.book.ingest_state.lowest_unswept_window)
-        windows = windows.observed(latest.commit, 0.0, linger_seconds=0.0)
+        windows = windows.observed(latest.commit if self.scope.windows else 0, 0.0, linger_seconds=0.0)
         plan = self.rules.plan(windows, starved)
         by_path = {shard.path: shard for shard in world.shards}
         paths = sorted(by_path)
@@ -310,17 +320,13 @@ class Explorer:
         if len(set(memory.trained)) < len(memory.trained):
             raise Violation("a shard is trained twice in the surviving run")
         self._check_staleness(world, memory)
-        t = self._enter(t._replace(book=self._memory(memory)), "checkpoint" if starved else "publish")
-        return self._local(self._put(world, i, t), i)
+        return memory
 
     def _upload(self, world: World, i: int, t: Trainer) -> World:
         """Put one part. The commit starts from what the process remembers of `latest`, as the committer does."""
         phases = self.rules.phases
-        after = phases[phases.index(t.phase) + 1 :]
+        following = phases[phases.index(t.phase) + 1]
         world = world._replace(objects=world.objects | {(t.phase, t.key)})
-        following = after[0] if after else ""
-        if not following:  # only under a mutation: parts put after the commit
-            return self._local(self._put(world, i, self._after(t)), i)
         t = t._replace(phase="swap", base=t.known) if following == "read" else t._replace(phase=following)
         return self._local(self._put(world, i, t), i)
 
@@ -346,7 +352,7 @@ class Explorer:
             return self._put(world, i, t._replace(phase="swap", base=world.latest))
         if kind == "done":
             return self._finish_commit(world, i, t, body)
-        return self._put(world, i, Trainer(t.lives, t.life, "fenced" if kind == "fenced" else "over"))
+        return self._put(world, i, self._ended("fenced" if kind == "fenced" else "over"))
 
     def _ask(self, i: int, t: Trainer, current: int) -> tuple[str, int]:
         """What the commit machine makes of the body `current`: (swap | done | fenced | ended, body)."""
@@ -398,14 +404,9 @@ class Explorer:
             yield f"{name}: done", self._finish_commit(landed, i, mine, body)
             if t.lives > 0:
                 yield f"{name}: done, and is killed", self._put(landed, i, Trainer(t.lives, t.life))
-            if world.faults > 0:
-                lost = landed._replace(faults=world.faults - 1)
-                yield f"{name}: done, no reply", self._put(lost, i, mine._replace(phase="read", base=0))
-        if world.faults > 0:
-            failed = self._put(world, i, again)._replace(faults=world.faults - 1)
-            yield f"{name}: fails", failed
-            if world.flight is None:
-                yield f"{name}: delayed, no reply", failed._replace(flight=flight)
+        if world.faults > 0 and world.flight is None:
+            # Arriving at once is a lost reply, never arriving is a failed request, later is a late one.
+            yield f"{name}: no reply", self._put(world, i, again)._replace(faults=world.faults - 1, flight=flight)
 
     def _arrive(self, world: World, flight: Flight) -> World:
         world = world._replace(flight=None)
@@ -505,14 +506,23 @@ class Explorer:
         world = world._replace(trainers=trainers)
         return self._pruned(world) if died else world
 
+    def _ended(self, pc: str) -> Trainer:
+        """A process that will not move again; nothing else about it matters."""
+        return Trainer(0, 1, pc)
+
     def _put_searcher(self, world: World, i: int, searcher: Searcher) -> World:
         if searcher.left <= 0:
             searcher = Searcher(0, 0, pc="over")
         return world._replace(searchers=(*world.searchers[:i], searcher, *world.searchers[i + 1 :]))
 
     def _pruned(self, world: World) -> World:
-        """Forget objects that nobody can reach any more: they decide nothing."""
+        """Forget objects that nobody can reach any more, and a delayed swap that can match no more."""
         latest = self._bodies[world.latest]
+        if self.rules.conditional and world.flight is not None and latest is not None:
+            expected = self._bodies[world.flight.etag]
+            # `commit` strictly rises, which every change is checked for, so no older body comes back.
+            if expected is None or expected.commit < latest.commit:
+                world = world._replace(flight=None)
         keys = {t.key for t in world.trainers}
         if latest is not None:
             keys |= {latest.manifest, latest.checkpoint}

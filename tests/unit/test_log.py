@@ -12,14 +12,15 @@ from tba.log import STEP_COMPLETED, bind, configure, log
 
 @pytest.fixture
 def lines(tmp_path):
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
     path = tmp_path / "log.jsonl"
     configure(role="trainer", run="gsm8k", file=path)
+    stream = root.handlers[0].stream
     yield lambda: [json.loads(line) for line in path.read_text().splitlines()]
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, logging.StreamHandler) and handler.stream.name == str(path):
-            handler.stream.close()
-    logging.getLogger().handlers.clear()
-    logging.getLogger().setLevel(logging.WARNING)
+    stream.close()
+    root.handlers[:] = before
+    root.setLevel(level)
     structlog.reset_defaults()
 
 

@@ -41,7 +41,8 @@ def test_a_skewed_clock_says_so_and_what_to_do():
 
 
 def test_status_and_code_are_found_in_the_clients_message():
-    text = f"Generic S3 error: Error performing PUT http://h/b/k in 1ms - Server returned non-2xx status code: 503 X: {body('SlowDown')}\n\nDebug"
+    reply = f"503 Service Unavailable: {body('SlowDown')}"
+    text = f"Generic S3 error: Error performing PUT x in 1ms - Server returned non-2xx status code: {reply}\n\nDebug"
     assert str(classify_message(text, "s3://b/k")) == "server answered 503 SlowDown"
     redirect = "Received redirect without LOCATION, this normally indicates an incorrectly configured region"
     assert "region" in str(classify_message(redirect, "s3://b/k"))

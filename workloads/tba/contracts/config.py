@@ -30,8 +30,8 @@ class ConfigMapRef(Contract):
 class LoRA(Contract):
     """Low-rank adapter to train in place of the full weights."""
 
-    rank: int = Field(16, ge=1)
-    alpha: float = Field(32.0, gt=0)
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32.0, gt=0)
     target_modules: list[str] = Field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"])
 
 
@@ -44,7 +44,7 @@ class Model(Contract):
     """Revision of a Hugging Face repository; resolved once and recorded."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of computation and published weights. Master weights and optimizer are float32 always."""
-    max_model_len: int = Field(1024, ge=2)
+    max_model_len: int = Field(default=1024, ge=2)
     """Prompt plus response tokens."""
     trust_remote_code: bool = False
     secret_ref: SecretRef | None = None
@@ -55,7 +55,7 @@ class Model(Contract):
 class Prompts(Contract):
     """Where prompts come from. JSON Lines, Parquet or a Hugging Face data set."""
 
-    uri: str | None = Field(None, pattern=r"^(hf|s3|file|pvc)://.+")
+    uri: str | None = Field(default=None, pattern=r"^(hf|s3|file|pvc)://.+")
     """Exactly one of uri and configMapRef. A relative file:// path is relative to the job file."""
     config_map_ref: ConfigMapRef | None = None
     split: str = "train"
@@ -84,13 +84,13 @@ class Reward(Contract):
 
     name: str | None = None
     """A built-in: gsm8k, math, regex, arithmetic, fake."""
-    entrypoint: str | None = Field(None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    entrypoint: str | None = Field(default=None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
     """pkg.mod:fn, called as fn(prompt, response, answer, **parameters) -> float."""
     config_map_ref: ConfigMapRef | None = None
     """A Python file with `def reward(prompt, response, answer, **parameters) -> float`."""
-    timeout_seconds: float = Field(10.0, gt=0)
+    timeout_seconds: float = Field(default=10.0, gt=0)
     """Wall-clock limit of one call; the worker is killed and the sample counted, never scored 0. Live."""
-    memory_bytes: int = Field(2 * 1024**3, ge=64 * 1024**2)
+    memory_bytes: int = Field(default=2 * 1024**3, ge=64 * 1024**2)
     """Address-space limit of a reward worker. Live."""
     parameters: dict[str, Any] = Field(default_factory=dict)
 
@@ -105,8 +105,8 @@ class Reward(Contract):
 class Sampling(Contract):
     """How searchers sample. top_p is 1 and top_k off, always: the objective needs full support."""
 
-    temperature: float = Field(1.0, gt=0)
-    max_tokens: int = Field(512, ge=1)
+    temperature: float = Field(default=1.0, gt=0)
+    max_tokens: int = Field(default=512, ge=1)
     """Response tokens, end-of-sequence included."""
     stop: list[str] = Field(default_factory=list)
 
@@ -117,9 +117,9 @@ class Evaluation(Contract):
     prompts: Prompts | None = None
     """null: no evaluation."""
     every_steps: Steps = 50
-    max_prompts: int = Field(1024, ge=1)
+    max_prompts: int = Field(default=1024, ge=1)
     sampling: Literal["greedy", "sample"] = "greedy"
-    samples: int = Field(1, ge=1)
+    samples: int = Field(default=1, ge=1)
     """Responses a prompt; pass@1 and pass@samples are reported."""
 
     @model_validator(mode="after")
@@ -141,7 +141,7 @@ class Task(Contract):
 class Schedule(Contract):
     """Learning rate over steps."""
 
-    warmup_steps: int = Field(20, ge=0)
+    warmup_steps: int = Field(default=20, ge=0)
     decay: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """wsd: constant, then linear to 0 over the last fifth of totalSteps."""
 
@@ -149,9 +149,9 @@ class Schedule(Contract):
 class Optimizer(Contract):
     """AdamW on float32 master weights."""
 
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(default=1e-8, gt=0)
     max_grad_norm: Literal["auto"] | PositiveFloat | None = "auto"
     """auto: 3 x the running median of the gradient norm; null: no clipping (always so under lossScale Paper)."""
 
@@ -190,16 +190,16 @@ class Objective(Contract):
     """What the trainer minimises and for how long."""
 
     type: Literal["TrajectoryBalance"] = "TrajectoryBalance"
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0)
     """T of policy and reference log-probabilities: log_softmax(logits / T)."""
-    beta: float = Field(0.05, gt=0)
+    beta: float = Field(default=0.05, gt=0)
     """Weight of the pull towards the reference, in reward per nat."""
     beta_final: PositiveFloat | None = None
     beta_anneal_steps: Steps | None = None
     """Steps of the linear way from beta to betaFinal."""
-    responses_per_prompt: int = Field(20, ge=2)
+    responses_per_prompt: int = Field(default=20, ge=2)
     """K: responses a group."""
-    prompts_per_batch: int = Field(7, ge=1)
+    prompts_per_batch: int = Field(default=7, ge=1)
     """P: groups a batch."""
     total_steps: Steps = 700
     learning_rate: PositiveFloat | None = None
@@ -209,7 +209,7 @@ class Objective(Contract):
     loss_scale: Literal["Reward", "Paper"] = "Reward"
     """Paper: times 2/beta, the literal Eq. 5 of arXiv 2503.18929."""
     reference: Reference = Reference()
-    seed: int = Field(0, ge=0, lt=2**31)
+    seed: int = Field(default=0, ge=0, lt=2**31)
     parameters: dict[str, Any] = Field(default_factory=dict)
     """Of the objective type. TrajectoryBalance: ratioAlpha (0..1, default 0) and ratioClip (> 0, default 1)."""
 
@@ -231,24 +231,24 @@ class Objective(Contract):
 class Buffer(Contract):
     """Replay buffer and how batches are drawn from it."""
 
-    capacity_per_prompt: int = Field(100, ge=2)
+    capacity_per_prompt: int = Field(default=100, ge=2)
     """Distinct responses kept a prompt; the oldest go first."""
     deduplicate: bool = True
     """Keep equal responses to a prompt once, with their multiplicity; the newest record wins."""
-    max_trajectories: int | None = Field(None, ge=2)
+    max_trajectories: int | None = Field(default=None, ge=2)
     """Distinct responses kept in all; the oldest go first. Live."""
-    min_initial_trajectories: int = Field(500, ge=0)
+    min_initial_trajectories: int = Field(default=500, ge=0)
     """Learning starts when so many rows have been ingested, before de-duplication."""
     on_policy_probability: Fraction = 0.95
     """m: chance, for each prompt slot, of the most-on-policy branch."""
     sampling: Literal["Reward", "Uniform", "Recency"] = "Reward"
     """Replay branch: softmax of reward x inverseTemperature, uniform, or softmax of -age in steps x the same."""
-    inverse_temperature: float = Field(1.0, ge=0)
+    inverse_temperature: float = Field(default=1.0, ge=0)
     max_replay_ratio: PositiveFloat | None = 2.0
     """Rows trained / rows ingested over the last 100 steps; the trainer waits above it. null: no limit. Live."""
-    max_policy_lag: int | None = Field(None, ge=0)
+    max_policy_lag: int | None = Field(default=None, ge=0)
     """Strict bound on staleness, in steps, of most-on-policy draws. Live."""
-    max_replay_lag: int | None = Field(None, ge=0)
+    max_replay_lag: int | None = Field(default=None, ge=0)
     """Strict bound on staleness, in steps, of replay draws. Live."""
 
 
@@ -256,9 +256,9 @@ class Delta(Contract):
     """Sparse snapshots between full ones."""
 
     enabled: bool = True
-    max_ratio: float = Field(0.5, gt=0, le=1)
+    max_ratio: float = Field(default=0.5, gt=0, le=1)
     """A delta larger than this share of the full snapshot is published in full."""
-    anchor_every: int = Field(20, ge=1)
+    anchor_every: int = Field(default=20, ge=1)
     """A full snapshot every so many publishes."""
 
 
@@ -271,10 +271,10 @@ class Sync(Contract):
     """Continuous: shards become trainable as they arrive; AtSync: at publishes only (the paper)."""
     swap: Literal["InFlight", "BetweenBatches"] = "InFlight"
     delta: Delta = Delta()
-    retain_versions: int = Field(3, ge=1)
-    poll_interval_seconds: float = Field(2.0, gt=0)
+    retain_versions: int = Field(default=3, ge=1)
+    poll_interval_seconds: float = Field(default=2.0, gt=0)
     """Between polls of `latest` by a searcher and of shards by the trainer."""
-    stall_timeout_seconds: float = Field(1800.0, gt=0)
+    stall_timeout_seconds: float = Field(default=1800.0, gt=0)
     """Without fresh data for so long the trainer reports SyncStalled."""
 
 
@@ -282,10 +282,10 @@ class Checkpoints(Contract):
     """Cadence and retention of checkpoints. All live."""
 
     every_steps: Steps = 50
-    keep_last: int = Field(2, ge=1)
+    keep_last: int = Field(default=2, ge=1)
     keep_every: Steps | None = None
     """Keep each checkpoint whose step is a multiple of this."""
-    keep_best: int = Field(0, ge=0)
+    keep_best: int = Field(default=0, ge=0)
     """Keep so many with the best evaluation."""
 
 
@@ -330,7 +330,7 @@ class Storage(Contract):
 
     uri: str = Field(pattern=r"^(s3|file)://.+")
     """s3://bucket/prefix or file:///directory."""
-    endpoint: str | None = Field(None, pattern=r"^https?://.+")
+    endpoint: str | None = Field(default=None, pattern=r"^https?://.+")
     """Of an S3-compatible server that is not AWS."""
     region: str | None = None
     force_path_style: bool | None = None
@@ -343,7 +343,7 @@ class Storage(Contract):
     adopt: bool = False
     """Take over a prefix that another job made."""
     trajectory_retention: Literal["Keep", "UntilCheckpointed"] = "Keep"
-    grace_seconds: float = Field(3600.0, ge=0)
+    grace_seconds: float = Field(default=3600.0, ge=0)
     """Nothing is swept until superseded for so long, by the server's clock."""
     checkpoints: Checkpoints = Checkpoints()
 
@@ -352,9 +352,9 @@ class Engine(Contract):
     """What generates."""
 
     type: Literal["vllm", "transformers", "fake"] = "vllm"
-    tensor_parallel_size: int = Field(1, ge=1)
-    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
-    max_num_seqs: int | None = Field(None, ge=1)
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    max_num_seqs: int | None = Field(default=None, ge=1)
     """Sequences in flight; null: the engine's own choice."""
     extra_args: dict[str, Any] = Field(default_factory=dict)
 
@@ -363,14 +363,14 @@ class SearcherSettings(Contract):
     """How a searcher process works."""
 
     engine: Engine = Engine()
-    samples_per_prompt: int = Field(24, ge=2)
+    samples_per_prompt: int = Field(default=24, ge=2)
     """S: responses a visit, at least K."""
 
 
 class TrainerSettings(Contract):
     """How the trainer process works."""
 
-    micro_batch_tokens: int = Field(16384, ge=1)
+    micro_batch_tokens: int = Field(default=16384, ge=1)
     """Token budget (prompt, response and padding) of one forward pass."""
 
 
@@ -409,5 +409,5 @@ class LiveConfig(Contract):
     searcher: SearcherSettings = SearcherSettings()
     buffer: Buffer = Buffer()
     """Only its live fields are taken: maxTrajectories, maxReplayRatio, maxPolicyLag, maxReplayLag."""
-    reward_timeout_seconds: float = Field(10.0, gt=0)
-    reward_memory_bytes: int = Field(2 * 1024**3, ge=64 * 1024**2)
+    reward_timeout_seconds: float = Field(default=10.0, gt=0)
+    reward_memory_bytes: int = Field(default=2 * 1024**3, ge=64 * 1024**2)

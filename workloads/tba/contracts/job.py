@@ -50,27 +50,27 @@ class ColocatedSearcher(Contract):
     """An engine inside the trainer pod that works while the trainer is starved."""
 
     enabled: Literal["auto"] | bool = "auto"
-    memory_fraction: float = Field(0.4, gt=0, lt=1)
+    memory_fraction: float = Field(default=0.4, gt=0, lt=1)
 
 
 class Trainer(Container, TrainerSettings):
     """The trainer pod. Immutable unless the job is suspended."""
 
-    gpus_per_node: int | None = Field(None, ge=0)
+    gpus_per_node: int | None = Field(default=None, ge=0)
     """null: 1, or 0 with a CPU engine."""
-    nodes: int = Field(1, ge=1)
+    nodes: int = Field(default=1, ge=1)
     colocated_searcher: ColocatedSearcher = ColocatedSearcher()
-    termination_grace_period_seconds: int = Field(600, ge=0)
+    termination_grace_period_seconds: int = Field(default=600, ge=0)
 
 
 class Autoscaling(Contract):
     """Who decides the number of searchers."""
 
     mode: Literal["Static", "External", "Managed"] = "Static"
-    min_replicas: int = Field(1, ge=1)
-    max_replicas: int | None = Field(None, ge=1)
-    target_replay_ratio: float = Field(1.0, gt=0)
-    stabilization_seconds: int = Field(300, ge=0)
+    min_replicas: int = Field(default=1, ge=1)
+    max_replicas: int | None = Field(default=None, ge=1)
+    target_replay_ratio: float = Field(default=1.0, gt=0)
+    stabilization_seconds: int = Field(default=300, ge=0)
 
     @model_validator(mode="after")
     def _bounds(self) -> Self:
@@ -84,11 +84,11 @@ class Autoscaling(Contract):
 class Searcher(Container, SearcherSettings):
     """The searcher pods."""
 
-    replicas: int = Field(1, ge=0, le=4096)
-    min_available: int = Field(1, ge=0)
+    replicas: int = Field(default=1, ge=0, le=4096)
+    min_available: int = Field(default=1, ge=0)
     autoscaling: Autoscaling = Autoscaling()
     pod_disruption_budget: bool = True
-    termination_grace_period_seconds: int = Field(60, ge=0)
+    termination_grace_period_seconds: int = Field(default=60, ge=0)
 
 
 class FailureRule(Contract):
@@ -101,11 +101,11 @@ class FailureRule(Contract):
 class RunPolicy(Contract):
     """Life cycle of the job."""
 
-    backoff_limit: int = Field(6, ge=0)
+    backoff_limit: int = Field(default=6, ge=0)
     """Attempts that made no new checkpoint before the job fails."""
-    active_deadline_seconds: int | None = Field(None, ge=1)
-    startup_deadline_seconds: int = Field(3600, ge=1)
-    ttl_seconds_after_finished: int | None = Field(None, ge=0)
+    active_deadline_seconds: int | None = Field(default=None, ge=1)
+    startup_deadline_seconds: int = Field(default=3600, ge=1)
+    ttl_seconds_after_finished: int | None = Field(default=None, ge=0)
     cleanup_policy: Literal["None", "Running", "All"] = "Running"
     priority_class_name: str | None = None
     failure_rules: list[FailureRule] = Field(default_factory=list)

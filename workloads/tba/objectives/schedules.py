@@ -9,7 +9,8 @@ from tba.contracts.errors import UserError
 def anneal(step: int, *, initial: float, final: float, anneal_steps: int, stop_step: int | None = None) -> float:
     """Linear way from `initial` at step 1 towards `final` at step anneal_steps + 1; `final` from `stop_step` on.
 
-    `stop_step` defaults to `anneal_steps`; an earlier one makes a jump. Source: arXiv 2503.18929 (tba_algorithm.md §1.4).
+    `stop_step` defaults to `anneal_steps`; an earlier one makes a jump.
+    Source: arXiv 2503.18929 (tba_algorithm.md §1.4).
     """
     _check_step(step)
     if step >= (anneal_steps if stop_step is None else stop_step):

@@ -87,9 +87,7 @@ def _check(
     if len(shapes) != 1 or policy.dim() != 2:
         raise UserError(f"trajectory_balance needs tensors of one shape (P, K), got {sorted(shapes)}: group by prompt")
     if policy.shape[1] < 2:
-        raise UserError(
-            f"a group needs K >= 2 responses for its mean, got K={policy.shape[1]}: raise responsesPerPrompt"
-        )
+        raise UserError(f"a group needs K >= 2 responses, got K={policy.shape[1]}: raise responsesPerPrompt")
     if not (math.isfinite(beta) and beta > 0):
         raise UserError(f"beta must be a finite number > 0, got {beta}")
     if weights is not None and not bool(((weights >= 0) & weights.isfinite()).all() & (weights.sum(1) > 0).all()):

@@ -67,7 +67,7 @@ def locate(
         try:
             check_key(root)
         except ValueError as error:
-            raise UserError(f"storage URI {uri!r} has a malformed prefix: {error}") from error
+            raise UserError(f"storage URI {uri!r} must have a well-formed prefix: {error}; got {root!r}") from error
     endpoint = endpoint or environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or None
     if endpoint and (urlsplit(endpoint).scheme not in ("http", "https") or not urlsplit(endpoint).hostname):
         raise UserError(f"storage endpoint must be an http:// or https:// URL, got {endpoint!r}")

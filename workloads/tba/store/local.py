@@ -57,6 +57,8 @@ class LocalStore:
         num_threads: int = 4,
     ) -> None:
         self._root = root.absolute()
+        if self._root.exists() and not self._root.is_dir():
+            raise UserError(f"storage directory {self._root} is a file; name a directory")
         self.uri = f"file://{self._root}"
         self._private = self._root / RESERVED
         self._part_bytes = part_bytes
@@ -325,8 +327,11 @@ def _make_folder(folder: Path) -> None:
     if folder.is_dir():
         return
     _make_folder(folder.parent)
-    with contextlib.suppress(FileExistsError):
+    try:
         folder.mkdir()
+    except FileExistsError:
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is an object, so no key may go on below it") from None
     _sync_folder(folder.parent)
 
 

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from tba.store.s3 import S3Store
 
 _NUM_RACERS = 12
+_NUM_SWAPPERS = 6
 _NUM_INCREMENTS = 3
+_NUM_PART_RACERS = 4
+_NUM_PART_ROUNDS = 3
 _MAX_TRIES = 200
 _SKEW_WARNING_SECONDS = 60.0
 _SKEW_LIMIT_SECONDS = 900.0
@@ -92,7 +95,7 @@ def _create_race(store: ObjectStore, prefix: str) -> ProbeResult:
             store.put_once(prefix + "race", body)
             winners.append(body)
 
-    _race(create)
+    _race(create, _NUM_RACERS)
     ok = len(winners) == 1 and store.get(prefix + "race").data == winners[0]
     return ProbeResult("create_race", ok, f"{len(winners)} of {_NUM_RACERS} concurrent creations won, need 1")
 
@@ -114,7 +117,7 @@ def _swap_race(store: ObjectStore, prefix: str) -> ProbeResult:
                 done += 1
                 written.append(index)
 
-    _race(increment)
+    _race(increment, _NUM_SWAPPERS)
     final = int(store.get(prefix + "counter").data.split()[0])
     ok = final == len(written) and bool(written)
     return ProbeResult("swap_race", ok, f"{len(written)} compare-and-swaps succeeded, the counter stands at {final}")
@@ -179,6 +182,7 @@ def _s3_checks(store: ObjectStore, prefix: str) -> Iterator[Callable[[], ProbeRe
 
     if isinstance(store, S3Store):
         yield lambda: _create_in_parts(store, prefix)
+        yield lambda: _create_in_parts_race(store, prefix)
         yield lambda: _wrong_checksum(store, prefix)
 
 
@@ -193,6 +197,31 @@ def _create_in_parts(store: "S3Store", prefix: str) -> ProbeResult:
     return ProbeResult("create_in_parts", False, "a conditional multipart upload overwrote the object")
 
 
+def _create_in_parts_race(store: "S3Store", prefix: str) -> ProbeResult:
+    """Only a warning: every large object of a run has a key that no other writer can have."""
+    num_winners: list[int] = []
+    for number in range(_NUM_PART_ROUNDS):
+        key = f"{prefix}parts-race/{number:010d}"
+        num_winners.append(_race_in_parts(store, key))
+    detail = f"concurrent multipart creations of one key: winners per round {num_winners}, need 1 each"
+    return ProbeResult("create_in_parts_race", set(num_winners) == {1}, detail, severity="warning")
+
+
+def _race_in_parts(store: "S3Store", key: str) -> int:
+    from tba.store.transfer import UploadLost
+
+    winners: list[int] = []
+
+    def create(index: int) -> None:
+        # UploadLost: a collision that the server noticed; the writer would read back and find another's bytes.
+        with contextlib.suppress(AlreadyExists, UploadLost):
+            store.transfer.create_in_parts(store.location.path(key), f"{store.uri}/{key}", memoryview(b"%d" % index))
+            winners.append(index)
+
+    _race(create, _NUM_PART_RACERS)
+    return len(winners)
+
+
 def _wrong_checksum(store: "S3Store", prefix: str) -> ProbeResult:
     key = prefix + "checksum"
     digest = base64.b64encode(bytes(16)).decode()
@@ -203,9 +232,9 @@ def _wrong_checksum(store: "S3Store", prefix: str) -> ProbeResult:
     return ProbeResult("checksum", status == 400, detail, severity="warning")
 
 
-def _race(action: Callable[[int], None]) -> None:
+def _race(action: Callable[[int], None], num_threads: int) -> None:
     """Run `action` in threads that start together; re-raise the first error."""
-    barrier = threading.Barrier(_NUM_RACERS)
+    barrier = threading.Barrier(num_threads)
     errors: list[BaseException] = []
 
     def run(index: int) -> None:
@@ -215,7 +244,7 @@ def _race(action: Callable[[int], None]) -> None:
         except BaseException as error:  # carried to the calling thread
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(i,), name=f"tba-probe-{i}") for i in range(_NUM_RACERS)]
+    threads = [threading.Thread(target=run, args=(i,), name=f"tba-probe-{i}") for i in range(num_threads)]
     for thread in threads:
         thread.start()
     for thread in threads:

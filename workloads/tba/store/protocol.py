@@ -83,6 +83,11 @@ class ObjectStore(Protocol):
         """Create an object that never changes; one with equal bytes counts as success (a lost reply).
 
         Large buffers go in parts, without a copy. Raises: AlreadyExists if the bytes differ.
+
+        Of writers that race for one key exactly one succeeds, if the object is one request (up to
+        `TransferSettings.part_bytes`, 16 MiB). Above that it depends on the server: SeaweedFS 4.48 checks the
+        condition of CompleteMultipartUpload and then writes, so several racers may all succeed, and the last
+        one's whole object stays. Hence give large objects keys that only one writer can have (a nonce).
         """
         ...
 

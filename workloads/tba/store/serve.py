@@ -122,6 +122,15 @@ class EmbeddedServer:
             os.close(self._lock)
             self._lock = None
 
+    def check_alive(self) -> None:
+        """Raises: StoreUnavailable if the server ended by itself."""
+        code = self._process.poll() if self._process else None
+        if code is not None:
+            raise StoreUnavailable(
+                f"embedded S3 server ended by itself with {code}; see {self.directory / 'log' / 'weed.out'}; "
+                "start it again in the same directory: objects and credentials are kept"
+            )
+
     def __enter__(self) -> Self:
         self.start()
         return self

@@ -2,7 +2,8 @@
 
     read:   ranges of 16 MiB × 8 threads, each a presigned GET, recv() straight into the target
     write:  CreateMultipartUpload → parts × 8 threads, sent from the source → CompleteMultipartUpload
-            with If-None-Match, so that a large object too is created once or not at all
+            with If-None-Match, so that a large object too never replaces an earlier one
+            (writers that complete at the same moment: see ObjectStore.put_once)
 
 obstore has neither: its reads land in Rust memory first, and its conditional put is one request.
 Source: measurements in shared/reference/s3.md §2.

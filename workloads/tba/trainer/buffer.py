@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tba.contracts.errors import CorruptObject
-from tba.contracts.records import TrajectoryId
+from tba.contracts.records import ShardId, TrajectoryId
 from tba.trainer.columns import Columns, TokenArena
 from tba.trainer.rows import SCORED, NewRows, check
 from tba.trainer.rowstore import Fetch, RowStore, State, array_text, take, text_array
@@ -179,6 +179,10 @@ class ReplayBuffer:
     def trajectory_ids(self, rows: np.ndarray) -> list[TrajectoryId]:
         """Identities, flattened in order."""
         return self._rows.trajectory_ids(rows)
+
+    def shards(self) -> set[ShardId]:
+        """Shards that a restore will read again; all others may be deleted."""
+        return self._rows.shards()
 
     # -- cached log-probabilities
 

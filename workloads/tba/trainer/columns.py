@@ -121,7 +121,9 @@ class TokenArena:
         `starts`, `lengths` must name every live sequence once.
         """
         poor = np.array([u > 2 * live for u, live in zip(self._used, self._live, strict=True)])
-        self._current = -1  # sealed: it may itself be poor
+        sealed, self._current = self._current, -1  # the current chunk may itself be poor
+        if sealed >= 0:
+            self._give_up(sealed)
         moved = np.flatnonzero(lengths > 0)
         moved = moved[poor[starts[moved] // CHUNK_TOKENS]]
         moved = moved[np.argsort(starts[moved], kind="stable")]

@@ -16,16 +16,7 @@ State = dict[str, np.ndarray]
 Fetch = Callable[[Sequence[ShardId]], Iterable[NewRows]]
 
 _QUEUE_SHARE = 64  # the queue of oldest rows is found for so small a part of the store at a time
-_SAVED = {
-    "slot": "i4",
-    "reward": "f4",
-    "version": "i4",
-    "number": "i4",
-    "ref": "f4",
-    "mu": "f4",
-    "count": "i4",
-    "stop": "?",
-}
+_SAVED = dict(slot="i4", reward="f4", version="i4", number="i4", ref="f4", mu="f4", count="i4", stop="?")
 
 
 class RowStore:
@@ -104,6 +95,10 @@ class RowStore:
         flat = np.asarray(rows).ravel()
         shards, numbers = self._shard_ids(self["shard"][flat]), self["number"][flat].tolist()
         return [TrajectoryId(s.incarnation, s.seq, n) for s, n in zip(shards, numbers, strict=True)]
+
+    def shards(self) -> set[ShardId]:
+        """Shards that hold a row of this store."""
+        return set(self._shard_ids(np.unique(self["shard"][self["slot"] >= 0])))
 
     def oldest(self, num: int) -> np.ndarray:
         """The `num` rows that arrived first, in that order; the caller frees them."""

@@ -3,8 +3,8 @@
 For each of P prompt slots: with probability m the most-on-policy (MOP) branch, else the replay branch. A branch of
 probability 0 is never used; a slot whose branch has no eligible prompt takes the other one.
 MOP: the newest complete visit of a prompt, K of its rows as they were generated (a response that came twice counts
-twice). Replay: any distinct rows of a prompt. P prompt slots, K responses a group; staleness = step - effective version,
-with `step` = optimizer steps done = version of the live weights.
+twice). Replay: any distinct rows of a prompt. P prompt slots, K responses a group.
+Staleness = step - effective version, with `step` = optimizer steps done = version of the live weights.
 """
 
 import math

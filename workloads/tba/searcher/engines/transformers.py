@@ -1,9 +1,8 @@
 """Continuous batching over a transformers model (docs/decisions/0005-transformers-engine.md).
 
- submit ─► waiting ──prefill (each distinct prompt once)──► rows ──decode, one token a step──► responses
-                       when a quarter of capacity is free     │ finished rows leave the cache
-                                                              ▼
-                                                   cost follows the rows alive
+ submit ─► waiting ──join, when a quarter of capacity is free──► rows ──decode, one token a step──► responses
+              ▲                                                   │ finished rows leave the cache:
+              └ each distinct prompt is computed once             ▼ cost follows the rows alive
 
 Rows are left-padded, so they share one (B, T) attention mask. B rows, T cached length, V vocabulary.
 """
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
     from tba.snapshots import Snapshot
 
 _ATTENTION = {"full_attention", "sliding_attention"}
+import os
+_ADMIT=float(os.environ.get('ADM','.25'))
 _STOP_TAIL_TOKENS = 8
 """Tokens decoded beyond a stop string's length: some tokens are no character of their own."""
 
@@ -42,6 +43,16 @@ class _Row:
     def length(self) -> int:
         """Prompt and response tokens."""
         return len(self.request.prompt_tokens) + len(self.tokens)
+
+
+@dataclass(slots=True)
+class _Prefix:
+    """A computed prompt that requests still wait for: row `index` of `cache`, where `mask` (T,) sees."""
+
+    cache: RowCache
+    index: int
+    mask: torch.Tensor
+    logits: torch.Tensor  # (V,) of the first response token
 
 
 class TransformersEngine:
@@ -73,6 +84,7 @@ class TransformersEngine:
         self._policy = PolicyId(0, 0)
         self._capacity = 0
         self._waiting: deque[Request] = deque()
+        self._prefixes: dict[tuple[int, ...], _Prefix] = {}
         self._clear()
 
     def _clear(self) -> None:
@@ -105,6 +117,7 @@ class TransformersEngine:
         if self._model is None:
             self._adopt(model, tokenizer)
         self._policy = snapshot.manifest.policy
+        self._prefixes.clear()  # new requests start from the new weights
 
     def _adopt(self, model: Any, tokenizer: Any) -> None:
         text = model.config.get_text_config(decoder=True)
@@ -138,6 +151,7 @@ class TransformersEngine:
     def abort(self) -> None:
         """Forget all requests."""
         self._waiting.clear()
+        self._prefixes.clear()
         self._clear()
 
     def close(self) -> None:
@@ -147,37 +161,44 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def step(self) -> list[Response]:
-        """One forward pass: a prefill if enough rows are free, else one token for every row."""
+        """A token for every row; or, if enough rows are free, the first token of new ones."""
         alive = self._alive
         free = self._capacity - alive
-        # A prefill is a forward pass of its own: not for every single row that ends.
-        if self._waiting and (alive == 0 or free >= max(1, self._capacity // 4)):
-            return self._prefill([self._waiting.popleft() for _ in range(min(free, len(self._waiting)))])
+        # Joining copies the cache: not for every single row that ends.
+        if self._waiting and (alive == 0 or free >= max(1, int(self._capacity * _ADMIT))):
+            return self._admit([self._waiting.popleft() for _ in range(min(free, len(self._waiting)))])
         return self._decode() if alive else []
 
-    def _prefill(self, requests: list[Request]) -> list[Response]:
-        refused = [r for r in requests if not self._fits(r)]
+    def _admit(self, requests: list[Request]) -> list[Response]:
+        responses = [self._refusal(r) for r in requests if not self._fits(r)]
         requests = [r for r in requests if self._fits(r)]
-        responses = [self._refusal(r) for r in refused]
         if not requests:
             return responses
-        # The S requests of a visit share their prompt: it is computed once.
-        prompts = {p: i for i, p in enumerate(dict.fromkeys(tuple(r.prompt_tokens) for r in requests))}
+        # The S requests of a visit share their prompt; those that wait for a free row will find it computed.
+        prompts = list(dict.fromkeys(tuple(r.prompt_tokens) for r in requests))
+        self._prefill([p for p in prompts if p not in self._prefixes])
+        prefixes = [self._prefixes[tuple(r.prompt_tokens)] for r in requests]
+        rows: list[_Row | None] = [_Row(r) for r in requests]
+        responses += self._advance(rows, torch.stack([p.logits for p in prefixes]))
+        self._join(rows, prefixes)
+        wanted = {tuple(r.prompt_tokens) for r in self._waiting}
+        self._prefixes = {p: prefix for p, prefix in self._prefixes.items() if p in wanted}
+        return responses
+
+    def _prefill(self, prompts: list[tuple[int, ...]]) -> None:
+        if not prompts:
+            return
         length = max(map(len, prompts))
         ids = torch.zeros((len(prompts), length), dtype=torch.long)
         mask = torch.zeros_like(ids)
-        for prompt, i in prompts.items():
+        for i, prompt in enumerate(prompts):
             ids[i, length - len(prompt) :] = torch.tensor(prompt)
             mask[i, length - len(prompt) :] = 1
         ids, mask = ids.to(self._device), mask.to(self._device)
         cache = RowCache(self._num_layers)
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        logits = self._forward(ids, mask, positions, cache)  # (prompts, V)
-        owner = torch.tensor([prompts[tuple(r.prompt_tokens)] for r in requests], device=self._device)
-        rows: list[_Row | None] = [_Row(r) for r in requests]
-        responses += self._advance(rows, logits[owner])
-        self._join(rows, cache, owner, mask)
-        return responses
+        logits = self._forward(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0), cache)
+        for i, prompt in enumerate(prompts):
+            self._prefixes[prompt] = _Prefix(cache, i, mask[i], logits[i])
 
     def _decode(self) -> list[Response]:
         ids = torch.tensor([[row.tokens[-1] if row else 0] for row in self._rows], device=self._device)  # (B, 1)
@@ -186,7 +207,7 @@ class TransformersEngine:
         responses = self._advance(self._rows, self._forward(ids, self._mask, positions, self._cache))
         # Taking rows out copies the cache, so it waits until an eighth of them has ended.
         if responses and self._rows.count(None) * 8 >= len(self._rows):
-            self._join([], None, None, None)
+            self._join([], [])
         return responses
 
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:
@@ -239,20 +260,20 @@ class TransformersEngine:
         tail = self.decode(row.tokens[-(max(map(len, stop)) + _STOP_TAIL_TOKENS) :])
         return any(s in tail for s in stop)
 
-    def _join(
-        self, rows: list[_Row | None], cache: RowCache | None, owner: torch.Tensor | None, mask: torch.Tensor | None
-    ) -> None:
-        """Living rows of the batch, and new ones whose prompt is row `owner` of `cache`, become the batch."""
-        parts: list[tuple[RowCache, torch.Tensor, torch.Tensor]] = []
-        living: list[_Row | None] = []
-        for some, source, where, sight in ((self._rows, self._cache, None, self._mask), (rows, cache, owner, mask)):
-            keep = [i for i, row in enumerate(some) if row is not None]
-            if not keep or source is None or sight is None:
-                continue
+    def _join(self, rows: list[_Row | None], prefixes: list[_Prefix]) -> None:
+        """Living rows of the batch, and living new `rows` that begin with `prefixes`, become the batch."""
+        parts: list[tuple[RowCache, torch.Tensor, torch.Tensor]] = []  # cache, its rows, what they see (n, T)
+        keep = [i for i, row in enumerate(self._rows) if row is not None]
+        if keep and self._cache is not None:
             index = torch.tensor(keep, device=self._device)
-            index = index if where is None else where[index]
-            living += [some[i] for i in keep]
-            parts.append((source, index, sight[index]))
+            parts.append((self._cache, index, self._mask[index]))
+        living = [self._rows[i] for i in keep]
+        started = [(row, prefix) for row, prefix in zip(rows, prefixes, strict=True) if row is not None]
+        for cache in {id(p.cache): p.cache for _, p in started}.values():
+            own = [(row, p) for row, p in started if p.cache is cache]
+            index = torch.tensor([p.index for _, p in own], device=self._device)
+            parts.append((cache, index, torch.stack([p.mask for _, p in own])))
+            living += [row for row, _ in own]
         self._clear()
         if not parts:
             return

@@ -1,0 +1,108 @@
+"""status, report, inspect and pin over a real local store."""
+
+import json
+
+import pytest
+from support.synthetic_run import latest, log_object, run_record, whole_run
+
+from tba.cli import main
+from tba.contracts import keys
+from tba.contracts.records import CheckpointManifest, IngestState, Lineage
+from tba.store import open_store
+
+
+@pytest.fixture
+def uri(tmp_path):
+    """A bucket with a finished run's history and one checkpoint."""
+    store = open_store(f"file://{tmp_path}/store")
+    checkpoint = keys.CheckpointKey(50, 1, "0" * 32)
+    manifest = CheckpointManifest(
+        epoch=1, step=50, nonce="0" * 32, parent=None, files=[], ingest=IngestState(intervals={"1" * 32: [(0, 9)]}),
+        lineage=Lineage(), ingest_log_seq=1, metrics_log_seq=1, wall_seconds=120.0,
+    )  # fmt: skip
+    store.put_once(checkpoint.path, manifest.to_json())
+    store.put_once(keys.RUN, run_record().to_json())
+    store.put_once(*log_object(1, 0, whole_run(120)))
+    store.put_once(keys.ShardKey(3, "searcher-0", "1" * 32, 0).path, b"not a shard at all")
+    store.cas(keys.LATEST, latest(state="Complete", checkpoint=checkpoint.path, manifest=None).to_json(), None)
+    store.close()
+    return f"file://{tmp_path}/store"
+
+
+def run(capsys, *arguments):
+    with pytest.raises(SystemExit) as caught:
+        main(list(arguments))
+    captured = capsys.readouterr()
+    return caught.value.code, captured.out, captured.err
+
+
+def test_status_tells_the_run_from_its_bucket_alone(uri, capsys):
+    code, out, _ = run(capsys, "status", uri)
+    assert code == 0
+    assert "default/arithmetic: step 120/120 · Complete" in out
+    assert "searcher-0 11111111: 800 rows, 21 versions" in out
+
+
+def test_status_as_json_has_camel_case_names(uri, capsys):
+    _, out, _ = run(capsys, "status", uri, "--json")
+    found = json.loads(out)
+    assert (found["state"], found["step"], found["totalSteps"], found["searchers"]) == ("Complete", 120, 120, 2)
+
+
+def test_watch_ends_with_the_run(uri, capsys):
+    code, out, _ = run(capsys, "watch", uri)
+    assert code == 0
+    assert "Complete" in out
+
+
+def test_report_is_one_file_with_every_figure(uri, tmp_path, capsys):
+    code, _, _ = run(capsys, "report", uri, "-o", str(tmp_path / "out" / "report.html"))
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert code == 0
+    assert page.count("<svg") == 15
+    assert "no data yet" not in page
+
+
+def test_inspect_shows_a_damaged_shard_with_its_problem(uri, capsys):
+    code, out, _ = run(capsys, "inspect", "shards", uri, "--json")
+    (row,) = json.loads(out)
+    assert code == 0
+    assert (row["window"], row["searcher"], row["rows"]) == (3, "searcher-0", None)
+    assert row["problem"]
+
+
+def test_inspect_lists_checkpoints_and_what_was_ingested(uri, capsys):
+    (row,) = json.loads(run(capsys, "inspect", "checkpoint", uri, "--json")[1])
+    assert (row["step"], row["shards ingested"], row["pinned"]) == (50, 9, False)
+    assert json.loads(run(capsys, "inspect", "snapshots", uri, "--json")[1]) == []
+    code, out, _ = run(capsys, "inspect", "buffer", uri)
+    assert code == 0
+    assert "12500 ingested" in out.replace(",", "")
+    assert "[0,9)" in out
+
+
+def test_a_pin_is_shown_and_can_be_taken_away(uri, capsys):
+    assert run(capsys, "pin", uri, "50")[0] == 0
+    assert json.loads(run(capsys, "inspect", "checkpoint", uri, "--json")[1])[0]["pinned"] is True
+    assert run(capsys, "pin", uri, "50", "--remove")[0] == 0
+    assert json.loads(run(capsys, "inspect", "checkpoint", uri, "--json")[1])[0]["pinned"] is False
+
+
+def test_a_pin_of_no_checkpoint_names_those_there_are(uri, capsys):
+    code, _, err = run(capsys, "pin", uri, "51")
+    assert code == 64
+    assert "no checkpoint of step 51" in err
+    assert "[50]" in err
+
+
+def test_a_place_without_a_run_is_told(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert "no run here yet" in run(capsys, "status", f"file://{tmp_path}/empty")[1]
+    code, _, err = run(capsys, "inspect", "snapshots", f"file://{tmp_path}/empty")
+    assert (code, "no run at" in err) == (64, True)
+
+
+def test_a_target_that_is_nothing_is_a_user_error(capsys):
+    code, _, err = run(capsys, "status", "nonsense")
+    assert code == 64
+    assert "no run at 'nonsense': give an s3://" in err

@@ -1,0 +1,60 @@
+import pytest
+import typer
+
+from tba.cli import main
+from tba.cli.exit import INTERRUPTED, TERMINATED, Terminated, exit_code
+from tba.contracts.errors import CorruptObject, Fenced, StoreUnavailable, UserError
+
+
+def raising(error):
+    def body():
+        raise error
+
+    return body
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UserError("x"), 64), (StoreUnavailable("x"), 2), (Fenced("x"), 3), (CorruptObject("x"), 1),
+        (RuntimeError("x"), 1), (KeyboardInterrupt(), INTERRUPTED), (Terminated(), TERMINATED), (typer.Exit(7), 7),
+        (typer.Abort(), INTERRUPTED), (typer.BadParameter("x"), 64), (SystemExit(5), 5),
+    ],
+    ids=lambda v: type(v).__name__ if isinstance(v, BaseException) else str(v),
+)  # fmt: skip
+def test_every_ending_has_its_code(error, code, capsys):
+    assert exit_code(raising(error)) == code
+
+
+@pytest.mark.parametrize(("value", "code"), [(None, 0), (0, 0), (143, 143), ("text", 0)])
+def test_a_returned_code_is_the_code(value, code):
+    assert exit_code(lambda: value) == code
+
+
+@pytest.mark.parametrize("kind", [UserError, StoreUnavailable, Fenced])
+def test_the_three_kinds_are_told_without_a_traceback(kind, capsys):
+    exit_code(raising(kind("spec.x: must be 1, got 2: set 1")))
+    assert capsys.readouterr().err == "error: spec.x: must be 1, got 2: set 1\n"
+
+
+def test_a_bug_shows_its_traceback(capsys):
+    exit_code(raising(ZeroDivisionError("bug")))
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["statsu"], ["status"], ["status", "--nope", "x"], ["run", "j", "--searchers", "-1"]]
+)
+def test_a_wrong_command_line_is_a_user_error(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 64
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_version_and_help_end_with_0(capsys):
+    for arguments in (["--version"], ["--help"], ["run", "--help"]):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 0
+    assert "tba 0" in capsys.readouterr().out

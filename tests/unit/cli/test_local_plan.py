@@ -1,0 +1,92 @@
+import pytest
+import yaml
+from support.jobs import smallest
+
+from tba.cli.local_plan import num_cores, plan
+from tba.cli.local_run import lock_directory
+from tba.contracts.errors import UserError
+
+
+@pytest.fixture
+def job_file(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(smallest(searcher={"replicas": 3})))
+    return path
+
+
+def make(job_file, **changes):
+    values = {
+        "overrides": [], "searchers": None, "storage": "local", "run_dir": job_file.parent / "run",
+        "can_run_vllm": lambda: False,
+    }  # fmt: skip
+    return plan(job_file, **(values | changes))
+
+
+def test_a_run_uses_a_local_directory_and_says_so(job_file):
+    planned = make(job_file)
+    assert planned.storage.uri == f"file://{job_file.parent}/run/store"
+    assert planned.job.spec.storage.uri == planned.storage.uri
+    assert "s3://b/run" in planned.describe()
+
+
+def test_without_a_gpu_vllm_becomes_transformers_and_says_so(job_file):
+    planned = make(job_file)
+    assert planned.job.spec.searcher.engine.type == "transformers"
+    assert "transformers is taken instead" in planned.describe()
+    assert make(job_file, can_run_vllm=lambda: True).job.spec.searcher.engine.type == "vllm"
+
+
+def test_the_job_decides_the_number_of_searchers_unless_told(job_file):
+    assert make(job_file).searchers == 3
+    assert make(job_file, searchers=1).searchers == 1
+
+
+@pytest.mark.parametrize(
+    ("storage", "uri"),
+    [("job", "s3://b/run"), ("embedded", "s3://tba/gsm8k"), ("s3://c/d", "s3://c/d"), ("file:///x/y", "file:///x/y")],
+)
+def test_storage_is_chosen_by_one_word_or_a_uri(job_file, storage, uri):
+    planned = make(job_file, storage=storage)
+    assert planned.storage.uri == uri
+    assert planned.job.spec.storage.uri == uri
+    assert planned.embedded == (storage == "embedded")
+
+
+def test_any_other_storage_is_refused(job_file):
+    with pytest.raises(UserError, match="--storage must be local, job, embedded"):
+        make(job_file, storage="ftp://x")
+
+
+def test_each_process_is_a_program_of_its_own_with_its_share_of_cores(job_file):
+    planned = make(job_file)
+    trainer, searchers = planned.programs(port=1234, environment={"X": "1"})
+    assert list(trainer.argv)[1:4] == ["-m", "tba", "trainer"]
+    assert [s.name for s in searchers] == ["searcher-0", "searcher-1", "searcher-2"]
+    assert trainer.env["X"] == "1"
+    assert 1 <= int(trainer.env["OMP_NUM_THREADS"]) <= max(1, num_cores() // 4)
+
+
+@pytest.mark.parametrize(
+    ("override", "field"),
+    [
+        ("task.prompts.uri=file:///nowhere/train.jsonl", "spec.task.prompts.uri"),
+        ("model.uri=file:///nowhere/model", "spec.model.uri"),
+        ("task.evaluation.prompts.uri=file:///nowhere/test.jsonl", "spec.task.evaluation.prompts.uri"),
+    ],
+)
+def test_a_missing_file_is_told_before_anything_starts(job_file, override, field):
+    with pytest.raises(UserError, match=rf"{field}: no such file or directory, got file:///nowhere"):
+        make(job_file, overrides=[override])
+
+
+def test_a_claim_of_a_cluster_cannot_be_used_here(job_file):
+    with pytest.raises(UserError, match="exists in a cluster only"):
+        make(job_file, overrides=["model.uri=pvc://claim/model"])
+
+
+def test_two_runs_cannot_share_a_directory(tmp_path):
+    with lock_directory(tmp_path), pytest.raises(UserError, match=r"in use by another `tba run` \(pid \d+\)"):
+        with lock_directory(tmp_path):
+            pass
+    with lock_directory(tmp_path):
+        pass

@@ -1,0 +1,149 @@
+"""The learning core on a real tiny model."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from support.learning import feed, live_config, make_learner, make_shard, run_config
+
+from tba.contracts.errors import CorruptObject
+from tba.contracts.records import Lineage
+from tba.protocol.bookkeeping import Bookkeeping
+from tba.trainer.learner import new_rows
+from tba.trainer.model import Policy
+
+
+def weights(learner):
+    return {n: p.detach().clone() for n, p in learner.policy.model.named_parameters()}
+
+
+def difference(a, b) -> float:
+    return max((a[n] - b[n]).abs().max().item() for n in a)
+
+
+@pytest.mark.parametrize("budget", [1, 40, 100, 300])
+def test_gradients_do_not_depend_on_the_micro_batch_split(budget):
+    grads = []
+    for tokens in (100_000, budget):
+        learner = make_learner(run_config(optimizer={"maxGradNorm": None}))
+        feed(learner, make_shard(0))
+        learner.train_step(live_config(micro_batch_tokens=tokens), epoch=1)
+        grads.append({n: p.grad.clone() for n, p in learner.policy.model.named_parameters()})
+    scale = max(g.abs().max().item() for g in grads[0].values())
+    assert scale > 0
+    assert difference(*grads) <= 1e-6 * max(1.0, scale)
+
+
+def test_policy_equal_to_its_reference_has_no_log_ratio():
+    learner = make_learner()
+    feed(learner, make_shard(0))
+    assert np.abs(learner.train_step(live_config(), epoch=1).ell).max() < 1e-5
+
+
+def test_a_step_raises_the_objective_it_was_taken_on():
+    learner = make_learner(run_config(learningRate=1e-2))
+    feed(learner, make_shard(0))
+    result = learner.train_step(live_config(), epoch=1)
+    rows = result.plan.rows[result.plan.weights > 0]
+    advantage = (result.rewards - result.rewards.mean(1, keepdims=True))[result.plan.weights > 0]
+    before = learner.buffer.ref_logprobs(rows)
+    after = learner.policy.policy_logprobs(learner.padded(rows), grad=False).numpy()
+    assert (advantage * (after - before)).sum() > 0
+
+
+class CountingPolicy(Policy):
+    """Counts the rows scored under the reference."""
+
+    scored = 0
+
+    def reference_logprobs(self, rows):
+        self.scored += rows.num_rows
+        return super().reference_logprobs(rows)
+
+
+def test_reference_is_scored_once_a_row_while_it_stays():
+    learner = make_learner(policy=CountingPolicy)
+    feed(learner, make_shard(0))
+    for _ in range(12):
+        learner.train_step(live_config(), epoch=1)
+    assert 0 < learner.policy.scored <= len(learner.buffer)
+
+
+def test_reset_moves_the_reference_and_voids_what_was_cached():
+    learner = make_learner(run_config(reference={"type": "Reset", "everySteps": 2}))
+    feed(learner, make_shard(0))
+    first = learner.train_step(live_config(), epoch=1)
+    assert not first.reference_changed
+    assert learner.train_step(live_config(), epoch=1).reference_changed
+    assert np.abs(learner.train_step(live_config(), epoch=1).ell).max() < 1e-5
+
+
+def test_ema_reference_is_never_cached_and_follows_slowly():
+    learner = make_learner(run_config(reference={"type": "EMA", "decay": 0.5}))
+    feed(learner, make_shard(0))
+    start = weights(learner)
+    learner.train_step(live_config(), epoch=1)
+    name = next(iter(start))
+    expected = 0.5 * start[name] + 0.5 * weights(learner)[name]
+    torch.testing.assert_close(dict(learner.policy.reference_model.named_parameters())[name], expected)
+
+
+def test_ratio_weight_of_a_first_use_is_one_and_later_ones_are_clipped():
+    learner = make_learner(run_config(parameters={"ratioAlpha": 1.0, "ratioClip": 1.0}, learningRate=1e-2))
+    feed(learner, make_shard(0, prompts=(0, 1, 2), samples=4))
+    first = learner.train_step(live_config(), epoch=1)
+    np.testing.assert_array_equal(first.weights, first.plan.weights)
+    later = learner.train_step(live_config(), epoch=1)
+    assert (later.weights <= later.plan.weights + 1e-6).all()
+    assert (later.weights < later.plan.weights - 1e-6).any()
+
+
+def restored_from(learner):
+    twin = make_learner(learner.config, seed=99)
+    twin.policy.reference_model.load_state_dict(learner.policy.reference_model.state_dict())
+    shards = {s.header.id: s for s in (make_shard(0), make_shard(1))}
+    state = learner.state()
+    twin.restore(state, learner.step, lambda ids: [new_rows(shards[i], Lineage()) for i in ids])
+    return twin
+
+
+@pytest.mark.parametrize("parameters", [{}, {"ratioAlpha": 0.5}])
+def test_a_restored_learner_goes_on_bit_for_bit(parameters):
+    learner = make_learner(run_config(parameters=parameters))
+    feed(learner, make_shard(0), make_shard(1))
+    for _ in range(3):
+        learner.train_step(live_config(), epoch=1)
+    twin = restored_from(learner)
+    for _ in range(4):
+        a, b = learner.train_step(live_config(), epoch=1), twin.train_step(live_config(), epoch=1)
+        assert a.loss == b.loss
+    mine, theirs = weights(learner), weights(twin)
+    assert all(torch.equal(mine[n], theirs[n]) for n in mine)
+    assert learner.counters.state() == twin.counters.state()
+
+
+def test_waiting_draws_no_random_number():
+    learner, patient = make_learner(), make_learner()
+    for _ in range(3):
+        assert patient.waiting_for(live_config()) is not None
+    for each in (learner, patient):
+        feed(each, make_shard(0))
+    for _ in range(3):
+        assert patient.waiting_for(live_config()) is None
+    assert learner.train_step(live_config(), epoch=1).loss == patient.train_step(live_config(), epoch=1).loss
+
+
+def test_a_shard_that_claims_a_future_policy_is_refused_before_anything_changes():
+    learner = make_learner()
+    with pytest.raises(CorruptObject, match="this run is at epoch 1, step 0"):
+        feed(learner, make_shard(0, version=7))
+    assert len(learner.buffer) == 0 and learner.counters.ingested_rows == 0
+
+
+def test_versions_of_a_discarded_future_count_as_the_resume_step():
+    book = replace(Bookkeeping.begun(1), step=4, epoch=2, lineage=Lineage(resume_steps={1: 0, 2: 4}))
+    learner = make_learner()
+    feed(learner, make_shard(0, version=9), book=book)
+    rows = np.arange(len(learner.buffer))
+    assert set(learner.buffer.versions(rows).tolist()) == {4}

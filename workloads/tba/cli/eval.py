@@ -1,0 +1,42 @@
+"""`tba eval`: evaluate a snapshot of a run, or any model directory."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from tba.cli.target import Endpoint, Region, open_target
+
+
+def command(
+    target: Annotated[str, typer.Argument(help="A run (URI, runs/NAME, job file) or a model directory.")],
+    version: Annotated[
+        int | None, typer.Option("--step", "--version", min=0, help="Step of the weights; default the newest.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON Lines or Parquet; default the run's own evaluation prompts.")
+    ] = None,
+    reward: Annotated[str | None, typer.Option(help="Built-in reward; default the run's own.")] = None,
+    sampling: Annotated[Literal["greedy", "sample"] | None, typer.Option(help="Default the run's own.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Responses a prompt, with --sampling sample.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.01, help="Default the run's own.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Response tokens; default the run's own.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many prompts.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    endpoint: Endpoint = None,
+    region: Region = None,
+) -> None:
+    """Print pass@1, and pass@k with k samples, each prompt once, with a standard error over prompts."""
+    from tba.cli import evaluate
+
+    choice = evaluate.Choice(
+        prompts=prompts, reward=reward, sampling=sampling, samples=samples, temperature=temperature,
+        max_tokens=max_tokens, limit=limit, seed=seed,
+    )  # fmt: skip
+    if (Path(target) / "config.json").is_file():
+        result = evaluate.of_directory(Path(target), choice)
+    else:
+        result = evaluate.of_run(open_target(target, endpoint=endpoint, region=region), version, choice)
+    typer.echo(json.dumps(result.to_dict()) if as_json else result.describe())

@@ -1,0 +1,90 @@
+"""`tba storage`: check that a store keeps its promises, serve one for development, delete a run."""
+
+import json
+import signal
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(no_args_is_help=True, help="Check, serve or clean up the storage of runs.")
+_UriArgument = Annotated[str, typer.Argument(metavar="URI", help="s3://bucket/prefix or file://directory")]
+
+
+@app.command()
+def check(
+    uri: _UriArgument, as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False
+) -> None:
+    """Try every promise a run relies on, such as conditional writes, under a prefix that is removed again."""
+    from tba.store import open_store
+    from tba.store.probe import probe, require
+
+    store = open_store(uri)
+    try:
+        results = probe(store)
+    finally:
+        store.close()
+    if as_json:
+        typer.echo(json.dumps({"uri": store.uri, "checks": [asdict(result) for result in results]}))
+    else:
+        table = Table("check", "result", "detail", title=store.uri)
+        for result in results:
+            table.add_row(result.name, "ok" if result.ok else result.severity, result.detail)
+        Console().print(table)
+    require(results)
+
+
+@app.command()
+def serve(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where objects, credentials and logs are kept.")],
+    port: Annotated[int, typer.Option(help="Port of the S3 endpoint on this machine; 0 takes a free one.")] = 0,
+    bucket: Annotated[str, typer.Option(help="Bucket to create.")] = "tba",
+) -> None:
+    """Run an S3 server (SeaweedFS) on this machine until Ctrl-C: for development, never for production."""
+    from tba.store.serve import EmbeddedServer
+
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    with EmbeddedServer(directory, port, bucket=bucket) as server:
+        # The secret stays in its file: terminals and logs are copied around.
+        typer.echo(f"serving s3://{bucket} at {server.endpoint} (pid {server.pid}); to use it:")
+        typer.echo(f"  export AWS_ENDPOINT_URL_S3={server.endpoint} AWS_REGION=us-east-1")
+        typer.echo(f"  export AWS_SHARED_CREDENTIALS_FILE={server.credentials_file}")
+        while not ended.wait(1.0):
+            server.check_alive()
+    typer.echo(f"stopped; {directory} keeps the objects")
+
+
+@app.command()
+def delete(
+    uri: _UriArgument, yes: Annotated[bool, typer.Option("--yes", help="Do not ask before deleting.")] = False
+) -> None:
+    """Delete one run with everything it stored. Refuses a prefix that holds no run.json."""
+    from tba.contracts.errors import UserError
+    from tba.contracts.keys import LATEST, RUN
+    from tba.store import NotFound, open_store
+
+    store = open_store(uri)
+    try:
+        try:
+            store.head(RUN)
+        except NotFound as error:
+            raise UserError(
+                f"{store.uri} holds no {RUN}, so it is not the root of a run; nothing was deleted: correct the URI"
+            ) from error
+        if not yes:
+            typer.confirm(f"Delete everything under {store.uri}?", abort=True)
+        keys = [info.key for info in store.list_after("")]
+        # `latest` first, so that a trainer that still runs loses its next commit; `run.json` last, so that an
+        # interrupted deletion can be repeated.
+        store.delete([LATEST])
+        store.delete(key for key in keys if key not in (LATEST, RUN))
+        store.delete([RUN])
+        typer.echo(f"deleted {len(keys)} objects of {store.uri}")
+    finally:
+        store.close()
