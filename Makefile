@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo demo-seeds test test-unit test-integration test-faults check lock format bench clean
+.PHONY: help demo demo-seeds test test-unit test-integration test-faults model-check check lock format bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
@@ -34,11 +34,15 @@ test-integration: $(VENV)/.dev  ## real processes and servers
 test-faults: $(VENV)/.dev  ## the long fault tier: SIGKILL at every failpoint and at random
 	$(BIN)/python -m pytest tests/faults -q
 
+model-check: $(VENV)/.dev  ## explore every interleaving and crash of the bucket protocol; prints the states
+	$(BIN)/python -m pytest tests/unit/protocol/test_model_check.py -q -s
+
 check: $(VENV)/.dev  ## ruff, pyright, import-linter
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	$(BIN)/python hack/job_reference.py --check
 
 format: $(VENV)/.dev  ## rewrite the sources as `check` wants them
 	$(BIN)/ruff format .

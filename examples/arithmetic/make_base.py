@@ -172,6 +172,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(settings.seed)
     train, held_out = split()
+    (args.output / ".gitignore").write_text("*\n")
     write_jsonl(args.output / "train.jsonl", train)
     write_jsonl(args.output / "test.jsonl", held_out)
     model = make_model()

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import numpy as np
-
 from bench.results import Row, record, table, write
+
 from tba.contracts.records import ShardId
 from tba.trainer.buffer import NewRows, ReplayBuffer
 from tba.trainer.sampling import Sampler, SamplingSettings

@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tba.contracts.config import LiveConfig, RunConfig
 from tba.contracts.keys import ShardKey
@@ -10,7 +11,6 @@ from tba.protocol.bookkeeping import Bookkeeping
 from tba.shards.batch import ShardBatch, from_rows
 from tba.trainer.learner import Learner
 from tba.trainer.model import Policy
-from transformers import LlamaConfig, LlamaForCausalLM
 
 INCARNATION = "a" * 32
 RUN = "f" * 32

@@ -11,6 +11,7 @@ visible action (read, swap, list, put); local actions are run together with the 
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -60,7 +61,7 @@ class Trainer(NamedTuple):
     lives: int
     life: int = 0
     pc: str = "down"  # down, takeover, restore, publish, window, train, checkpoint, drain, finish, over, fenced
-    phase: str = ""  # within publish and checkpoint: data, manifest; within any commit: read, swap
+    phase: str = ""  # within publish and checkpoint: data, manifest; within any commit: ask, read, swap
     commits: int = 0  # plans begun in this life
     landed: int = 0  # times the current plan has taken effect
     base: int = 0  # body on which the swap builds
@@ -122,7 +123,8 @@ class Memory(NamedTuple):
     trained: tuple[ShardId, ...]
 
 
-Move = tuple[str, World]
+Move = tuple[str, Callable[[], World]]
+"""What happens, and the world after it; it is asked for second, so that a violation on the way has a name."""
 COMMITS = ("takeover", "publish", "window", "checkpoint", "finish")
 
 
@@ -161,9 +163,10 @@ class Explorer:
             while todo:
                 world, label = todo.popleft(), "look"
                 stuck = True
-                for label, after in self.moves(world):
+                for label, move in self.moves(world):  # noqa: B007 - the handler below reads it
                     stuck = False
                     result.moves += 1
+                    after = move()
                     if after not in parents:
                         parents[after] = (world, label)
                         todo.append(after)
@@ -182,38 +185,35 @@ class Explorer:
     # -- moves ---------------------------------------------------------------------------------------------------
 
     def moves(self, world: World) -> Iterator[Move]:
-        """Every next world. Raises: Violation on the way to one that must not be."""
+        """Every next move; carrying it out raises Violation if it leads where nothing must."""
         for i, trainer in enumerate(world.trainers):
-            yield from self._trainer(world, i, trainer)
+            if trainer.pc == "down":
+                # By symmetry trainer 0 starts first.
+                if trainer.lives > 0 and (i == 0 or world.trainers[0].life > 0):
+                    yield f"trainer {i}: starts", partial(self._put, world, i, _born(trainer))
+            elif trainer.pc not in ("over", "fenced"):
+                yield from self._trainer(world, i, trainer)
         for i, searcher in enumerate(world.searchers):
             yield from self._searcher(world, i, searcher)
         if world.flight is not None:
-            yield "network: the swap without a reply takes effect", self._arrive(world, world.flight)
+            yield "network: the swap without a reply takes effect", partial(self._arrive, world, world.flight)
 
     def _trainer(self, world: World, i: int, t: Trainer) -> Iterator[Move]:
         name = f"trainer {i}"
-        if t.pc == "down":
-            # By symmetry trainer 0 starts first.
-            if t.lives > 0 and (i == 0 or world.trainers[0].life > 0):
-                born = Trainer(t.lives - 1, t.life + 1, "takeover", "read")
-                yield f"{name}: starts", self._put(world, i, born)
-            return
-        if t.pc in ("over", "fenced"):
-            return
         if t.lives > 0:  # killed for good is the same as never moving again, which is explored anyway
-            yield f"{name}: is killed in {t.pc} {t.phase}", self._put(world, i, Trainer(t.lives, t.life))
+            yield f"{name}: is killed in {t.pc} {t.phase}", partial(self._put, world, i, Trainer(t.lives, t.life))
         if t.phase in ("data", "manifest"):
-            yield f"{name}: puts {t.phase} of {t.pc}", self._upload(world, i, t)
-        elif t.pc == "restore":
-            yield f"{name}: restores", self._local(self._put(world, i, self._restore(world, t)), i)
+            yield f"{name}: puts {t.phase} of {t.pc}", partial(self._upload, world, i, t)
         elif t.phase == "read":
-            yield f"{name}: reads latest for {t.pc}", self._read(world, i, t)
+            yield f"{name}: reads latest for {t.pc}", partial(self._read, world, i, t, world.latest)
         elif t.phase == "swap":
             yield from self._swap(world, i, t)
+        elif t.pc == "restore":
+            yield f"{name}: restores", partial(self._restore, world, i, t)
         elif t.pc == "train":
-            yield f"{name}: lists, ingests, steps", self._poll(world, i, t, starved=False)
+            yield f"{name}: lists, ingests, steps", partial(self._poll, world, i, t, starved=False)
         elif t.pc == "drain" and all(s.pc == "over" for s in world.searchers):
-            yield f"{name}: lists everything, ingests", self._poll(world, i, t, starved=True)
+            yield f"{name}: lists everything, ingests", partial(self._poll, world, i, t, starved=True)
 
     def _searcher(self, world: World, i: int, s: Searcher) -> Iterator[Move]:
         name = f"searcher {i}"
@@ -223,18 +223,20 @@ class Explorer:
                 key = WeightsKey.parse(latest.manifest)
                 window = latest.commit if self.scope.windows else 0
                 loaded = s._replace(pc="upload", policy=PolicyId(key.epoch, key.version), window=window)
-                yield f"{name}: loads {loaded.policy} in window {window}", self._put_searcher(world, i, loaded)
+                label = f"{name}: loads epoch {key.epoch} version {key.version}, window {window}"
+                yield label, partial(self._put_searcher, world, i, loaded)
         elif s.pc == "upload":
             shard = Shard(s.window, i, s.life, s.seq, s.policy)
             landed = world._replace(shards=world.shards | {shard})
             done = s._replace(pc="poll", seq=s.seq + 1, left=s.left - 1, policy=PolicyId(0, 0), window=0)
-            yield f"{name}: uploads shard {s.seq}", self._put_searcher(landed, i, done)
+            yield f"{name}: uploads shard {s.seq}", partial(self._put_searcher, landed, i, done)
             if world.faults > 0 and shard not in world.shards:
-                yield f"{name}: uploads shard {s.seq}, no reply", landed._replace(faults=world.faults - 1)
+                unsure = landed._replace(faults=world.faults - 1)
+                yield f"{name}: uploads shard {s.seq}, no reply", partial(self._put_searcher, unsure, i, s)
             if s.lives > 1:
                 born = Searcher(s.lives - 1, s.left - 1, s.life + 1)
-                yield f"{name}: is killed before its upload", self._put_searcher(world, i, born)
-                yield f"{name}: is killed after its upload", self._put_searcher(landed, i, born)
+                yield f"{name}: is killed before its upload", partial(self._put_searcher, world, i, born)
+                yield f"{name}: is killed after its upload", partial(self._put_searcher, landed, i, born)
 
     # -- the trainer's program -------------------------------------------------------------------------------------
 
@@ -243,7 +245,7 @@ class Explorer:
         t = t._replace(pc=pc, phase="", key="", base=0)
         if pc not in COMMITS:
             return t
-        t = t._replace(commits=t.commits + 1, landed=0, phase="swap", base=t.known)
+        t = t._replace(commits=t.commits + 1, landed=0, phase="ask")
         memory = self._memories[t.book]
         book = memory.book
         if pc == "publish":
@@ -275,7 +277,7 @@ class Explorer:
             return self._enter(t, "finish") if drained else self._forward(t, book, steps)
         if t.pc == "window":
             return self._enter(t, "train")
-        return self._ended("over")
+        return _ended("over")
 
     def _unsaved(self, book: Bookkeeping) -> bool:
         return CheckpointKey.parse(book.checkpoint).step < book.step if book.checkpoint else True
@@ -285,7 +287,7 @@ class Explorer:
             return self._enter(t, "drain")
         return self._enter(t, "window" if self.scope.windows else "train")
 
-    def _restore(self, world: World, t: Trainer) -> Trainer:
+    def _restore(self, world: World, i: int, t: Trainer) -> World:
         latest = self._bodies[t.known]
         assert latest is not None
         if latest.checkpoint is None:
@@ -294,7 +296,8 @@ class Explorer:
             manifest, trained = self._saved[latest.checkpoint]
             memory = Memory(Bookkeeping.restored(manifest, latest.checkpoint, latest.epoch), trained)
         self._check_staleness(world, memory)
-        return self._enter(t._replace(book=self._memory(memory)), "publish")
+        t = self._enter(t._replace(book=self._memory(memory)), "publish")
+        return self._local(self._put(world, i, t), i)
 
     def _poll(self, world: World, i: int, t: Trainer, *, starved: bool) -> World:
         """List what the plan says, ingest what is new, step (not when draining)."""
@@ -324,35 +327,37 @@ class Explorer:
 
     def _upload(self, world: World, i: int, t: Trainer) -> World:
         """Put one part. The commit starts from what the process remembers of `latest`, as the committer does."""
-        phases = self.rules.phases
-        following = phases[phases.index(t.phase) + 1]
+        following = self.rules.phases[self.rules.phases.index(t.phase) + 1]
         world = world._replace(objects=world.objects | {(t.phase, t.key)})
-        t = t._replace(phase="swap", base=t.known) if following == "read" else t._replace(phase=following)
+        t = t._replace(phase="ask" if following == "read" else following)
         return self._local(self._put(world, i, t), i)
 
     def _local(self, world: World, i: int) -> World:
         """Run local actions up to the next visible one."""
-        while not self.scope.fine:
+        while True:
             t = world.trainers[i]
+            if t.phase == "ask":
+                return self._read(world, i, t, t.known)
+            if self.scope.fine:
+                return world
             if t.phase in ("data", "manifest"):
-                world = self._upload(world, i, t)
-            elif t.pc == "restore":
-                world = self._put(world, i, self._restore(world, t))
-            else:
-                break
-        return world
+                return self._upload(world, i, t)
+            if t.pc == "restore":
+                return self._restore(world, i, t)
+            return world
 
     # -- one commit, driven as the committer drives it -------------------------------------------------------------
 
-    def _read(self, world: World, i: int, t: Trainer) -> World:
-        kind, body = self._ask(i, t, world.latest)
+    def _read(self, world: World, i: int, t: Trainer, current: int) -> World:
+        """Go on with the body `current`, from storage or from memory."""
+        kind, body = self._ask(i, t, current)
         if kind == "swap":
             if t.pc == "takeover":
                 t = t._replace(landed=0)  # whatever landed has been overtaken: it goes on on top, as one more epoch
-            return self._put(world, i, t._replace(phase="swap", base=world.latest))
+            return self._put(world, i, t._replace(phase="swap", base=current))
         if kind == "done":
             return self._finish_commit(world, i, t, body)
-        return self._put(world, i, self._ended("fenced" if kind == "fenced" else "over"))
+        return self._put(world, i, _ended("fenced" if kind == "fenced" else "over"))
 
     def _ask(self, i: int, t: Trainer, current: int) -> tuple[str, int]:
         """What the commit machine makes of the body `current`: (swap | done | fenced | ended, body)."""
@@ -397,16 +402,20 @@ class Explorer:
         again = t._replace(phase="read", base=0)
         flight = Flight(body, t.base, i, t.life, t.commits)
         if self.rules.conditional and world.latest != t.base:
-            yield f"{name}: conflict", self._put(world, i, again)
+            yield f"{name}: conflict", partial(self._put, world, i, again)
         else:
-            landed = self._land(world, flight)
-            mine = landed.trainers[i]
-            yield f"{name}: done", self._finish_commit(landed, i, mine, body)
+            yield f"{name}: done", partial(self._confirmed, world, i, flight)
             if t.lives > 0:
-                yield f"{name}: done, and is killed", self._put(landed, i, Trainer(t.lives, t.life))
+                died = Trainer(t.lives, t.life)
+                yield f"{name}: done, and is killed", lambda: self._put(self._land(world, flight), i, died)
         if world.faults > 0 and world.flight is None:
             # Arriving at once is a lost reply, never arriving is a failed request, later is a late one.
-            yield f"{name}: no reply", self._put(world, i, again)._replace(faults=world.faults - 1, flight=flight)
+            flying = world._replace(faults=world.faults - 1, flight=flight)
+            yield f"{name}: no reply", partial(self._put, flying, i, again)
+
+    def _confirmed(self, world: World, i: int, flight: Flight) -> World:
+        world = self._land(world, flight)
+        return self._finish_commit(world, i, world.trainers[i], flight.body)
 
     def _arrive(self, world: World, flight: Flight) -> World:
         world = world._replace(flight=None)
@@ -506,10 +515,6 @@ class Explorer:
         world = world._replace(trainers=trainers)
         return self._pruned(world) if died else world
 
-    def _ended(self, pc: str) -> Trainer:
-        """A process that will not move again; nothing else about it matters."""
-        return Trainer(0, 1, pc)
-
     def _put_searcher(self, world: World, i: int, searcher: Searcher) -> World:
         if searcher.left <= 0:
             searcher = Searcher(0, 0, pc="over")
@@ -553,6 +558,16 @@ class Explorer:
             self._memory_ids[name] = len(self._memories)
             self._memories.append(memory)
         return self._memory_ids[name]
+
+
+def _born(trainer: Trainer) -> Trainer:
+    """A new process, which first takes over."""
+    return Trainer(trainer.lives - 1, trainer.life + 1, "takeover", "read")
+
+
+def _ended(pc: str) -> Trainer:
+    """A process that will not move again; nothing else about it matters."""
+    return Trainer(0, 1, pc)
 
 
 def _list(paths: list[str], prefix: str, after: str | None) -> Iterator[SimpleNamespace]:

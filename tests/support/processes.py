@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from support.tiny_models import save_tiny
+
 from tba.contracts.job import TBAJob
 from tba.contracts.keys import LATEST
 from tba.contracts.records import Latest
@@ -30,7 +31,7 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def job_for(root: Path, storage: str, **changes: Any) -> TBAJob:
+def job_for(root: Path, storage_uri: str, **changes: Any) -> TBAJob:
     """A job that trains the tiny random model on sums, with the fake engine unless `changes` say otherwise."""
     save_tiny(root / "model", tied=True)
     sums = [json.dumps({"question": f"{a}+{b}=", "answer": str(a + b)}) for a in range(10) for b in range(10)]
@@ -51,7 +52,7 @@ def job_for(root: Path, storage: str, **changes: Any) -> TBAJob:
         },
         "buffer": {"minInitialTrajectories": 24, "sampling": "Uniform", "maxReplayRatio": None},
         "sync": {"pollIntervalSeconds": 0.05},
-        "storage": {"uri": storage, "checkpoints": {"everySteps": 5}},
+        "storage": {"uri": storage_uri, "checkpoints": {"everySteps": 5}},
         "searcher": {
             "samplesPerPrompt": 6,
             "engine": {"type": "fake", "extraArgs": {"vocabulary": 12, "tokensPerSecond": 400}},
@@ -132,9 +133,7 @@ class Cluster:
                 process.kill()
             process.wait()
 
-    def _start(
-        self, name: str, arguments: list[str], failpoints: str, env: dict[str, str]
-    ) -> subprocess.Popen[bytes]:
+    def _start(self, name: str, arguments: list[str], failpoints: str, env: dict[str, str]) -> subprocess.Popen[bytes]:
         self._logs += 1
         path = self.root / f"{self._logs:03d}-{name}.log"
         environment = {**self._env, **env} | ({"TBA_FAILPOINTS": failpoints} if failpoints else {})

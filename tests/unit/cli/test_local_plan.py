@@ -85,8 +85,8 @@ def test_a_claim_of_a_cluster_cannot_be_used_here(job_file):
 
 
 def test_two_runs_cannot_share_a_directory(tmp_path):
-    with lock_directory(tmp_path), pytest.raises(UserError, match=r"in use by another `tba run` \(pid \d+\)"):
-        with lock_directory(tmp_path):
-            pass
+    refused = pytest.raises(UserError, match=r"in use by another `tba run` \(pid \d+\)")
+    with lock_directory(tmp_path), refused, lock_directory(tmp_path):
+        pass
     with lock_directory(tmp_path):
         pass

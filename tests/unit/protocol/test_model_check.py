@@ -78,7 +78,7 @@ MUTATIONS = {
     "a lost reply is not resolved by the nonce": (
         SMALL,
         Rules(seen=_put_nonce_aside),
-        "takes effect twice",
+        "two bodies have the nonce|takes effect twice",
     ),
     "a checkpoint leaves out the ingested intervals": (
         SMALL,

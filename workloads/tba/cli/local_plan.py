@@ -31,6 +31,10 @@ class Plan:
     embedded: bool
     notes: tuple[str, ...]
     """What differs from the job file, for the user to know."""
+    fresh: bool = False
+    """Delete what an earlier run left in the directory first."""
+    command: tuple[str, ...] = (sys.executable, "-m", "tba")
+    """What starts a process of this package."""
 
     @property
     def config_directory(self) -> Path:
@@ -44,7 +48,6 @@ class Plan:
 
     def programs(self, *, port: int, environment: dict[str, str]) -> tuple[Program, list[Program]]:
         """Trainer and searchers. `port`: of the trainer's HTTP server, on loopback."""
-        common = [sys.executable, "-m", "tba"]
         where = ["--storage", self.storage.uri, "--config", str(self.config_directory)]
         env = {
             "OMP_NUM_THREADS": str(self.threads),
@@ -56,7 +59,7 @@ class Plan:
         grace = spec.trainer.termination_grace_period_seconds
         trainer = Program(
             name="trainer",
-            argv=[*common, "trainer", *where, "--port", str(port), "--grace-seconds", str(grace)],
+            argv=[*self.command, "trainer", *where, "--port", str(port), "--grace-seconds", str(grace)],
             log=logs / "trainer.log",
             env=env,
             grace_seconds=grace,
@@ -64,7 +67,7 @@ class Plan:
         searchers = [
             Program(
                 name=f"searcher-{i}",
-                argv=[*common, "searcher", *where, "--name", f"searcher-{i}"],
+                argv=[*self.command, "searcher", *where, "--name", f"searcher-{i}"],
                 log=logs / f"searcher-{i}.log",
                 env=env,
                 grace_seconds=spec.searcher.termination_grace_period_seconds,
@@ -111,10 +114,15 @@ def plan(
     searchers: int | None,
     storage: str,
     run_dir: Path | None,
+    fresh: bool = False,
     can_run_vllm: Callable[[], bool] | None = None,
 ) -> Plan:
     """Check everything that can be checked without starting anything. Raises: UserError."""
     job = load_job(job_file, overrides)
+    if fresh and storage not in ("local", EMBEDDED):
+        raise UserError(
+            f"--fresh deletes local runs only, got --storage {storage}: use `tba storage delete URI`, or another prefix"
+        )
     _check_files(job)
     notes: list[str] = []
     directory = (run_dir or RUNS / job.metadata.name).resolve()
@@ -136,6 +144,7 @@ def plan(
         searchers=spec.searcher.replicas if searchers is None else searchers,
         storage=target,
         embedded=storage == EMBEDDED,
+        fresh=fresh,
         notes=tuple(notes),
     )
 

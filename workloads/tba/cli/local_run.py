@@ -6,12 +6,14 @@ lock directory -> write config -> [embedded server] -> supervisor.tick + screen,
 import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from tba.cli.view import closing, merge
 from tba.contracts.errors import UserError
 from tba.contracts.runfile import write_config
 from tba.report.history import History
-from tba.report.summary import summarise
+from tba.report.summary import Summary, summarise
 
 _TICK_SECONDS = 0.2
 
@@ -45,7 +47,7 @@ class LocalRun:
     def run(self) -> int:
         """Until the run ends or is stopped; the exit code of interface.md §2."""
         directory = self._plan.directory
-        with lock_directory(directory), self._storage() as (target, environment):
+        with lock_directory(directory), self._fresh(), self._storage() as (target, environment):
             os.environ.update(environment)
             write_config(self._plan.config_directory, self._plan.job, base_dir=str(self._plan.job_file.parent))
             (directory / STORAGE_FILE).write_bytes(target.to_json())
@@ -83,10 +85,18 @@ class LocalRun:
                 known = supervisor.pids
                 (self._plan.directory / "processes.json").write_text(json.dumps(known))
             history = feed.history
-            summary = merge(summarise(history, time.time()), feed.progress)
+            summary = self._as_seen_here(merge(summarise(history, time.time()), feed.progress))
             screen.show(summary, history, processes=supervisor.restarts)
             time.sleep(_TICK_SECONDS)
         return code
+
+    def _as_seen_here(self, summary: Summary) -> Summary:
+        """We know more than the bucket while the trainer starts: it is on its way, with this many steps to go."""
+        total = summary.total_steps or self._plan.job.spec.objective.total_steps
+        if summary.state in ("Absent", "Silent"):
+            detail = f"the trainer loads model and prompts, see {self._plan.directory / 'logs'}"
+            return replace(summary, state="Starting", detail=detail, total_steps=total)
+        return replace(summary, total_steps=total)
 
     def _close(self, code: int, history: History) -> int:
         summary = summarise(history, time.time())
@@ -111,6 +121,16 @@ class LocalRun:
         path.write_text(render_report(history, now=time.time(), uri=self._plan.storage.uri), encoding="utf-8")
         self._say(f"report: {path}")
         return path
+
+    @contextmanager
+    def _fresh(self) -> Iterator[None]:
+        """Clear the directory, whose lock is held, if the user said so; only files that `tba run` makes."""
+        if self._plan.fresh:
+            for name in ("store", "server", "logs", "config"):
+                shutil.rmtree(self._plan.directory / name, ignore_errors=True)
+            for name in ("report.html", STORAGE_FILE, "processes.json"):
+                (self._plan.directory / name).unlink(missing_ok=True)
+        yield
 
     @contextmanager
     def _storage(self) -> Iterator[tuple[StorageTarget, dict[str, str]]]:

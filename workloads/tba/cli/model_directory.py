@@ -7,10 +7,13 @@ from safetensors.torch import save_file
 
 from tba.cli.chain import find_assets, find_snapshot
 from tba.contracts.config import Model
-from tba.contracts.keys import new_nonce
+from tba.contracts.keys import WeightsKey, new_nonce
 from tba.contracts.records import SnapshotManifest
 from tba.models import load_model, weight_tensors, write_assets
 from tba.snapshots.fetch import Snapshot, fetch_snapshot
+from tba.snapshots.files import get_file
+from tba.snapshots.manifest import fetch_manifest
+from tba.snapshots.publish import ASSETS
 from tba.store.protocol import ObjectStore
 
 WEIGHTS_FILE = "model.safetensors"
@@ -20,7 +23,7 @@ def read_snapshot(store: ObjectStore, version: int | None) -> Snapshot:
     """A verified snapshot with its assets. Raises: UserError, CorruptObject, StoreUnavailable."""
     snapshot = fetch_snapshot(store, find_snapshot(store, version))
     if not snapshot.assets:
-        snapshot = dataclasses.replace(snapshot, assets=fetch_snapshot(store, find_assets(store)).assets)
+        snapshot = dataclasses.replace(snapshot, assets=_assets_of(store, find_assets(store)))
     return snapshot
 
 
@@ -40,3 +43,10 @@ def directory_snapshot(folder: Path, *, trust_remote_code: bool = False) -> Snap
     loaded = load_model(settings, base_dir=folder)
     manifest = SnapshotManifest(epoch=1, version=0, nonce=new_nonce(), files=[], tensors=[])
     return Snapshot(str(folder), manifest, weight_tensors(loaded.model), dict(loaded.assets))
+
+
+def _assets_of(store: ObjectStore, manifest_key: str) -> dict[str, bytes]:
+    """Only the assets of a snapshot, without its weights."""
+    prefix = WeightsKey.parse(manifest_key).prefix
+    entries = fetch_manifest(store, manifest_key).assets
+    return {e.name.removeprefix(ASSETS): bytes(get_file(store, prefix, e)) for e in entries}

@@ -24,6 +24,9 @@ def command(
         typer.Option("--set", metavar="PATH=VALUE", help="Change a field: objective.totalSteps=5"),
     ] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Directory of the run; default runs/NAME.")] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="First delete what an earlier run left in the run directory.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the job and show what would start.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Result as JSON on standard output.")] = False,
 ) -> int:
@@ -31,7 +34,7 @@ def command(
     from tba.cli.local_plan import plan
     from tba.cli.local_run import LocalRun
 
-    planned = plan(job, overrides=overrides or [], searchers=searchers, storage=storage, run_dir=run_dir)
+    planned = plan(job, overrides=overrides or [], searchers=searchers, storage=storage, run_dir=run_dir, fresh=fresh)
     if dry_run:
         typer.echo(json.dumps(planned.to_dict(), indent=2) if as_json else planned.describe())
         return 0

@@ -133,18 +133,16 @@ def _dead_snapshots(view: View, retention: Retention) -> Iterator[_Folder]:
     folders = list(_folders(view.objects, WEIGHTS))
     newest = WeightsKey.parse(view.latest.manifest)
     limit = min((newest.epoch, newest.version), (view.epoch + 1, 0))
-    made = sorted({f.order for f in folders if f.manifest_time is not None}, reverse=True)
+    # A snapshot beyond `latest` is not visible yet, so it pushes nothing out.
+    visible = [f for f in folders if f.order <= (newest.epoch, newest.version) and f.manifest_time is not None]
+    made = sorted({f.order for f in visible}, reverse=True)
     roots = {view.latest.manifest, view.latest.evaluation, *view.references}
-    roots |= {
-        f.manifest
-        for f in folders
-        if f.manifest_time is not None and (f.order[1] == 0 or f.order in made[: retention.retain_versions])
-    }
+    roots |= {f.manifest for f in visible if f.order[1] == 0 or f.order in made[: retention.retain_versions]}
     live = _with_bases(view, {f.manifest for f in folders if f.manifest in roots})
     if live is None:
         return
     for folder in folders:
-        superseded = _nth_newer(folders, folder.order, 1 if folder.manifest_time is None else retention.retain_versions)
+        superseded = _nth_newer(visible, folder.order, 1 if folder.manifest_time is None else retention.retain_versions)
         if folder.manifest not in live and folder.order < limit and _stands(view, retention, folder, superseded):
             yield folder
 

@@ -7,12 +7,15 @@ from typing import Any
 
 from tba.contracts.history import StepRow
 from tba.contracts.records import RunState
-from tba.report.history import History
+from tba.report.history import BEGINNINGS, History
 
 RECENT_STEPS = 20
 SEARCHER_ALIVE_SECONDS = 60.0
 SILENT_SECONDS = 120.0
 """Without any new row for so long a running trainer is reported as not heard of."""
+
+_STATE_EVENTS = (*BEGINNINGS, "waiting", "continued", "finished")
+"""Events after which the trainer does something else; a checkpoint, say, is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +117,7 @@ def _state(history: History, age: float | None) -> tuple[str, str]:
         return "Absent", "no run here yet: nothing has written `latest`"
     if latest.state is not RunState.RUNNING:
         return latest.state.value, history.events[-1].detail if history.events else ""
-    newest = history.events[-1] if history.events else None
+    newest = next((e for e in reversed(history.events) if e.event in _STATE_EVENTS), None)
     newest_step_time = history.steps[-1].time if history.steps else -math.inf
     if age is not None and age > SILENT_SECONDS:
         return "Silent", f"no news for {age:.0f} s: the trainer is stopped, stuck or cut off from storage"

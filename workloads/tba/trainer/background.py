@@ -12,13 +12,22 @@ from tba.log import log
 class Background:
     """A single-slot executor: `submit` waits while the previous task runs, and says how long it waited."""
 
-    def __init__(self, name: str, *, give_up_seconds: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        give_up_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self._name = name
+        self._clock = clock
+        self._sleep = sleep
         self._give_up_seconds = give_up_seconds
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.waiting_since: float | None = None
-        """Monotonic time since which storage has refused this task; None while it answers."""
+        """Time of `clock` since which storage has refused this task; None while it answers."""
 
     @property
     def busy(self) -> bool:
@@ -27,9 +36,9 @@ class Background:
 
     def submit(self, task: Callable[[], Any]) -> float:
         """Start `task`; returns the seconds waited for the previous one. Raises that one's error."""
-        started = time.monotonic()
+        started = self._clock()
         self.join()
-        waited = time.monotonic() - started
+        waited = self._clock() - started
         self._thread = threading.Thread(target=self._run, args=(task,), name=self._name, daemon=True)
         self._thread.start()
         return waited
@@ -65,10 +74,11 @@ class Background:
                 task()
                 return
             except StoreUnavailable as error:
-                now = time.monotonic()
-                self.waiting_since = self.waiting_since or now
+                now = self._clock()
+                if self.waiting_since is None:
+                    self.waiting_since = now
                 waited = now - self.waiting_since
                 log.warning("storage_unavailable", task=self._name, waited_seconds=round(waited, 1), error=str(error))
                 if waited > self._give_up_seconds:
                     raise
-                time.sleep(min(5.0, 0.5 + waited / 4))
+                self._sleep(min(5.0, 0.5 + waited / 4))

@@ -75,9 +75,9 @@ class TokenArena:
 
     @property
     def fragmented(self) -> bool:
-        """Whether more tokens are dead than live (and it is worth moving them)."""
+        """Whether dead tokens are more than half of the living (and it is worth moving them)."""
         live = sum(self._live)
-        return sum(self._used) - live > max(live, _FIRST_CHUNK_TOKENS)
+        return sum(self._used) - live > max(live // 2, _FIRST_CHUNK_TOKENS)
 
     def append(self, tokens: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         """Store sequences tokens[offsets[i]:offsets[i + 1]]; returns their positions, int64 (n,)."""
@@ -116,11 +116,11 @@ class TokenArena:
             self._give_up(chunk)
 
     def move(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Compact: rewrite the sequences that lie in mostly dead chunks; returns all positions anew.
+        """Compact: rewrite the sequences of chunks with many dead tokens; returns all positions anew.
 
         `starts`, `lengths` must name every live sequence once.
         """
-        poor = np.array([u > 2 * live for u, live in zip(self._used, self._live, strict=True)])
+        poor = np.array([2 * (u - live) > live for u, live in zip(self._used, self._live, strict=True)])
         sealed, self._current = self._current, -1  # the current chunk may itself be poor
         if sealed >= 0:
             self._give_up(sealed)
@@ -158,7 +158,7 @@ class TokenArena:
             self._chunks.append(None)
             self._used.append(0)
             self._live.append(0)
-        room = min(CHUNK_TOKENS, max(_FIRST_CHUNK_TOKENS, sum(self._live), length))
+        room = min(CHUNK_TOKENS, max(_FIRST_CHUNK_TOKENS, sum(self._live) // 8, length))
         self._chunks[self._current] = np.empty(room, "i4")
         if full >= 0:
             self._give_up(full)

@@ -81,7 +81,7 @@ class Evaluator:
         self._on_complete = on_complete
         self._lock = threading.Lock()
         self._pending: Pending | None = None
-        self._blocks: dict[int, EvalBlock] = {}
+        self._blocks: dict[int, EvalBlock] = {}  # of `_pending`; a new one brings a new dict, so that none is mixed
         self._stop = threading.Event()
         self._error: BaseException | None = None
         self.last_progress = time.monotonic()
@@ -121,35 +121,46 @@ class Evaluator:
 
     def _run(self) -> None:
         try:
-            while not self._stop.wait(max(0.2, self._poll_seconds())):
-                pending = self.pending
+            while not self._stop.wait(self._poll_seconds()):
+                with self._lock:
+                    pending, blocks = self._pending, self._blocks
                 if pending is not None:
-                    self._poll_guarded(pending)
+                    self._poll_guarded(pending, blocks)
         except BaseException as error:
             self._error = error
 
-    def _poll_guarded(self, pending: Pending) -> None:
+    def _poll_guarded(self, pending: Pending, blocks: dict[int, EvalBlock]) -> None:
         try:
-            self._poll(pending)
+            self._poll(pending, blocks)
         except StoreUnavailable as error:
             log.warning("storage_unavailable", task="evaluate", error=str(error))
 
-    def _poll(self, pending: Pending) -> None:
+    def _poll(self, pending: Pending, blocks: dict[int, EvalBlock]) -> None:
         weights = pending.weights
         prefix = EvalKey(weights.version, weights.epoch, weights.nonce, 0).prefix
         for info in self._store.list_after(prefix):
-            block = EvalKey.parse(info.key).block
-            if block in self._blocks or block >= pending.request.num_blocks:
+            block = _block_of(info.key)
+            if block is None or block in blocks or block >= pending.request.num_blocks:
                 continue
             try:
-                self._blocks[block] = decode_block(self._store.get(info.key).data)
+                blocks[block] = decode_block(self._store.get(info.key).data)
             except CorruptObject as error:
                 # The key cannot be written again: an unreadable block counts as answered, with no rows.
                 log.error("eval_block_quarantined", key=info.key, error=str(error))
-                self._blocks[block] = EvalBlock(rows=())
+                blocks[block] = EvalBlock(rows=())
             self.last_progress = time.monotonic()
-        if len(self._blocks) == pending.request.num_blocks:
-            row = aggregate(list(self._blocks.values()), pending, epoch=self._epoch, now=time.time())
-            with self._lock:
-                self._pending = None
+        if self.pending is pending and len(blocks) == pending.request.num_blocks:
+            row = aggregate(list(blocks.values()), pending, epoch=self._epoch, now=time.time())
+            # Pending until it is told: whoever sees none pending may close the run's history.
             self._on_complete(pending, row)
+            with self._lock:
+                if self._pending is pending:
+                    self._pending = None
+
+
+def _block_of(path: str) -> int | None:
+    """None for a foreign object below the prefix, which is no reason to stop training."""
+    try:
+        return EvalKey.parse(path).block
+    except ValueError:
+        return None

@@ -79,8 +79,10 @@ class Ingestor:
         is_ingested: Callable[[ShardId], bool],
         starved: Callable[[], bool],
         poll_seconds: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
+        self._clock = clock
         self._binding = binding
         self._windows = Windows(lowest_unswept=lowest_unswept_window)
         self._commit = commit
@@ -96,7 +98,7 @@ class Ingestor:
         self._wake = threading.Event()
         self._error: BaseException | None = None
         self.unavailable_since: float | None = None
-        """Monotonic time since which storage has not answered; None while it does."""
+        """Time of `clock` since which storage has not answered; None while it does."""
         self._thread = threading.Thread(target=self._run, name="ingest", daemon=True)
 
     def start(self) -> None:
@@ -154,11 +156,12 @@ class Ingestor:
             self._poll()
             self.unavailable_since = None
         except StoreUnavailable as error:
-            self.unavailable_since = self.unavailable_since or time.monotonic()
+            if self.unavailable_since is None:
+                self.unavailable_since = self._clock()
             log.warning(STORAGE_FAILED, task="ingest", error=str(error))
 
     def _poll(self) -> None:
-        windows = self._windows.observed(self._commit(), time.monotonic())
+        windows = self._windows.observed(self._commit(), self._clock())
         plan = windows.plan(starved=self._starved())
         listing = carry_out(plan, self._store.list_after)
         for path in listing.keys:

@@ -368,9 +368,9 @@ class Trainer:
         self._wait_storage += time.monotonic() - waited
         self._apply_results()
         started = time.monotonic()
-        book = self._book.swept(
-            max(self._book.ingest_state.lowest_unswept_window, self._ingestor.durable_window())
-        ).logged(ingest_log_seq=self._ingest_log.seal(), metrics_log_seq=self._history.seal())
+        book = self._book.swept(self._ingestor.durable_window()).logged(
+            ingest_log_seq=self._ingest_log.seal(), metrics_log_seq=self._history.seal()
+        )
         self._book = book
         state = self._learner.state()
         facts = {**state.facts, "version0": self._version0}
@@ -463,8 +463,9 @@ class Trainer:
     def _join(self, background: Background) -> None:
         """Wait for a background task, visibly."""
         while not background.join(0.5):
-            if background.waiting_since is not None:
-                waited = time.monotonic() - background.waiting_since
+            since = background.waiting_since  # read once: the thread resets it
+            if since is not None:
+                waited = time.monotonic() - since
                 self.tracker.state = "WaitingForStorage"
                 self.tracker.detail = f"storage has not answered for {waited:.0f} s"
             self._heartbeat.beat()

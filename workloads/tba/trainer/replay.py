@@ -83,7 +83,7 @@ def replay(
     live: LiveConfig,
     *,
     steps: int | None = None,
-    on_step: Callable[[StepResult], None] | None = None,
+    on_step: Callable[[Learner, StepResult], None] | None = None,
 ) -> Learner:
     """Train from version 0 for `steps` (default: to the newest checkpoint) over the recorded shards.
 
@@ -100,7 +100,7 @@ def replay(
         # `step` of the bookkeeping is what trajectories may claim; the recorded run has checked that already.
         book = replace(book, step=recorded.checkpoint.step)
         if on_step is not None:
-            on_step(result)
+            on_step(learner, result)
     return learner
 
 

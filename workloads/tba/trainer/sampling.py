@@ -86,13 +86,13 @@ class Sampler:
     def __init__(self, seed: int) -> None:
         """`seed` of the only random stream."""
         self._rng = np.random.Generator(np.random.PCG64(seed))
-        self._used: set[int] = set()  # arrival numbers of pool visits drawn in this pass
+        self._used: set[int] = set()  # completion numbers of pool visits drawn in this pass
         self._bag = np.zeros(0, "i4")  # prompt slots; the first _bag_size are left
         self._bag_size = 0
-        self._sync: tuple[int, int] | None = None  # AtSync: the pool's arrival numbers [start, end)
+        self._sync: tuple[int, int] | None = None  # AtSync: the pool's completion numbers [start, end)
         self._history: deque[tuple[int, int]] = deque(maxlen=RATIO_STEPS + 1)  # (rows ingested so far, rows trained)
         self._pool_key: tuple[int, ...] | None = None
-        self._pool: list[tuple[int, int]] = []  # (slot, arrival number)
+        self._pool: list[tuple[int, int]] = []  # (slot, completion number)
         self._fresh: list[tuple[int, int]] = []  # of the pool, not drawn in this pass
         self.mop_recycles = 0  # cumulative
         self.trained_rows = 0  # P * K a batch, cumulative
@@ -150,7 +150,7 @@ class Sampler:
             step=step,
             rows=rows,
             weights=_multiplicities(rows),
-            prompt_ids=buffer.slot_prompt_ids(slots),
+            prompt_ids=buffer.prompts.ids(np.array(slots)),
             replay=replay,
             with_replacement=with_replacement,
             staleness=step - buffer.versions(rows),
@@ -194,7 +194,11 @@ class Sampler:
         key = (id(buffer), buffer.changes, oldest, *((start, end) if at_sync else (limit,)))
         if key != self._pool_key:
             self._pool_key = key
-            self._pool = buffer.visits_between(start, end, oldest) if at_sync else buffer.newest_visits(limit, oldest)
+            self._pool = (
+                buffer.prompts.visits_between(start, end, oldest)
+                if at_sync
+                else buffer.prompts.newest_visits(limit, oldest)
+            )
             self._fresh = [visit for visit in self._pool if visit[1] not in self._used]
             self._used = {visit[1] for visit in self._pool} & self._used
         return self._pool
@@ -202,7 +206,7 @@ class Sampler:
     def _may_replay(self, buffer: ReplayBuffer, step: int, settings: SamplingSettings) -> bool:
         if settings.on_policy_probability == 1:
             return False
-        newest = buffer.newest_version()
+        newest = buffer.prompts.newest_version()
         return newest is not None and newest >= _bound(step, settings.max_replay_lag)
 
     def _ratio(self, buffer: ReplayBuffer, extra_rows: int) -> float:
@@ -211,10 +215,7 @@ class Sampler:
         history = list(self._history)
         before = history[-window - 1][0] if len(history) > window else 0
         trained = sum(rows for _, rows in history[-window:]) + extra_rows
-        ingested = buffer.ingested_rows - before
-        if trained == 0:
-            return 0.0
-        return trained / ingested if ingested else math.inf
+        return trained / max(buffer.ingested_rows - before, 1)  # finite, because it is written as JSON
 
     # -- private: draws
 
@@ -223,9 +224,9 @@ class Sampler:
         if not self._fresh:
             self.mop_recycles += 1
             self._fresh, self._used = list(self._pool), set()
-        slot, arrival = self._fresh.pop(int(self._rng.integers(len(self._fresh))))
-        self._used.add(arrival)
-        rows = buffer.visit_rows(slot)
+        slot, number = self._fresh.pop(int(self._rng.integers(len(self._fresh))))
+        self._used.add(number)
+        rows = buffer.prompts.visit_rows(slot)
         if len(rows) >= size:
             return slot, rows[self._rng.permutation(len(rows))[:size]], len(rows)
         return slot, rows[self._rng.integers(len(rows), size=size)], len(rows)
@@ -249,7 +250,7 @@ class Sampler:
     def _next_of_bag(self, buffer: ReplayBuffer, oldest: int) -> int:
         """A prompt slot without replacement; an empty bag is refilled with all that may be drawn now."""
         if self._bag_size == 0:
-            self._bag = buffer.replayable(oldest)
+            self._bag = buffer.prompts.replayable(oldest)
             self._bag_size = len(self._bag)
         i = int(self._rng.integers(self._bag_size))
         slot = int(self._bag[i])
@@ -280,7 +281,7 @@ def _multiplicities(rows: np.ndarray) -> np.ndarray:
 
 def _missing(buffer: ReplayBuffer, step: int, settings: SamplingSettings) -> str:
     """What would make a branch eligible."""
-    newest, m = buffer.newest_version(), settings.on_policy_probability
+    newest, m = buffer.prompts.newest_version(), settings.on_policy_probability
     lags = [
         f"a {what} at most {lag} steps old ({name})"
         for what, name, lag, used in (

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from tba.contracts.config import LiveConfig
+from tba.contracts.config import LiveConfig, Prompts
 from tba.contracts.errors import CorruptObject, UserError
 from tba.contracts.keys import LATEST, RUN, new_nonce, prompts_key
 from tba.contracts.records import EvalRequest, Latest, Lineage, RunRecord, RunState, ShardId
@@ -29,6 +29,7 @@ from tba.log import EPOCH_TAKEN, MODEL_LOADED, PROMPTS_MATERIALISED, log
 from tba.models import LoadedModel, build_model, load_model, load_weights
 from tba.prompts import PromptSet, load_prompt_set, materialize
 from tba.protocol.bookkeeping import Bookkeeping
+from tba.protocol.latest import RunEnded
 from tba.snapshots import fetch_snapshot
 from tba.store import AlreadyExists, NotFound, ObjectStore, open_store
 from tba.store.probe import probe, require
@@ -89,13 +90,20 @@ def prepare(run: RunFile, live: LiveConfig, uri: str) -> Ready:
         loaded = _load(run)
         record = _create_record(store, run, live, loaded)
     _refuse_ended(store)
-    committer = Committer.take_over(store)
+    committer = _take_over(store)
     log.info(EPOCH_TAKEN, epoch=committer.epoch, checkpoint=committer.latest.checkpoint)
     prompts = load_prompt_set(store, record.train_prompts)
     _refuse_few_prompts(prompts, record)
     if committer.latest.checkpoint is None:
         return _begin(store, record, committer, run, loaded, prompts)
     return _resume(store, record, committer, prompts)
+
+
+def _take_over(store: ObjectStore) -> Committer:
+    try:
+        return Committer.take_over(store)
+    except RunEnded as error:  # the trainer before us finished between our look and our claim
+        raise AlreadyComplete(str(error)) from error
 
 
 def _begin(
@@ -215,11 +223,13 @@ def _create_record(store: ObjectStore, run: RunFile, live: LiveConfig, loaded: L
     config = run.config
     base_dir = Path(run.base_dir or ".")
     longest = config.model.max_model_len - config.task.sampling.max_tokens
-    train = _put_prompts(store, config.task.prompts, loaded.tokenizer, base_dir, longest, None)
+    train = _put_prompts(store, live, config.task.prompts, loaded.tokenizer, base_dir, longest)
     evaluation = config.task.evaluation
     held_out = None
     if evaluation.prompts is not None:
-        held_out = _put_prompts(store, evaluation.prompts, loaded.tokenizer, base_dir, longest, evaluation.max_prompts)
+        held_out = _put_prompts(
+            store, live, evaluation.prompts, loaded.tokenizer, base_dir, longest, evaluation.max_prompts
+        )
     record = RunRecord(
         run_id=new_nonce(),
         owner=run.owner,
@@ -240,12 +250,32 @@ def _create_record(store: ObjectStore, run: RunFile, live: LiveConfig, loaded: L
 
 
 def _put_prompts(
-    store: ObjectStore, prompts: Any, tokenizer: Any, base_dir: Path, longest: int, limit: int | None
+    store: ObjectStore,
+    live: LiveConfig,
+    prompts: Prompts,
+    tokenizer: Any,
+    base_dir: Path,
+    longest: int,
+    limit: int | None = None,
 ) -> str:
-    sha, data = materialize(prompts, tokenizer, base_dir=base_dir, max_prompt_tokens=longest, limit=limit)
+    sha, data = materialize(
+        prompts,
+        tokenizer,
+        base_dir=base_dir,
+        max_prompt_tokens=longest,
+        limit=limit,
+        open_store=lambda uri: open_run_store(live, uri),
+    )
     key = prompts_key(sha)
     store.put_once(key, data)
-    log.info(PROMPTS_MATERIALISED, key=key, total_bytes=len(data))
+    made = load_prompt_set(store, key)
+    log.info(
+        PROMPTS_MATERIALISED,
+        key=key,
+        prompts=len(made),
+        dropped_too_long=made.dropped_too_long,
+        dropped_empty=made.dropped_empty,
+    )
     return key
 
 

@@ -20,26 +20,21 @@ class RowLayer(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()
         self.length = 0
+        self.key_buffer: torch.Tensor | None = None  # (B, H, >= T, D)
+        self.value_buffer: torch.Tensor | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Called by the base class's interface; buffers are made at the first update."""
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.is_initialized = True
+        """Of the base class; buffers are made by `update`."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append along T and return all of it."""
         end = self.length + key_states.shape[-2]
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self.keys, self.values = (_empty(s, s.shape[0], end) for s in (key_states, value_states))
-        elif end > self.keys.shape[-2]:
-            self.keys, self.values = (_moved(b, self.length, end) for b in (self.keys, self.values))
-        self.keys[:, :, self.length : end] = key_states
-        self.values[:, :, self.length : end] = value_states
+        self.key_buffer = keys = _appended(self.key_buffer, self.length, key_states)
+        self.value_buffer = values = _appended(self.value_buffer, self.length, value_states)
         self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        return keys[:, :, :end], values[:, :, :end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(key length, offset) for the attention mask."""
@@ -55,15 +50,16 @@ class RowLayer(CacheLayerMixin):
 
 
 class RowCache(Cache):
-    """All layers. `join` and `select` are the only ways in which rows change."""
+    """All layers. Rows change by `join` alone, which makes a new cache."""
 
     def __init__(self, num_layers: int) -> None:
-        super().__init__(layers=[RowLayer() for _ in range(num_layers)])
+        self.rows_of = [RowLayer() for _ in range(num_layers)]
+        super().__init__(layers=list(self.rows_of))
 
     @property
     def length(self) -> int:
         """T."""
-        return self.layers[0].get_seq_length()
+        return self.rows_of[0].length
 
     @classmethod
     def join(cls, parts: "list[tuple[RowCache, torch.Tensor, int]]") -> "RowCache":
@@ -71,15 +67,13 @@ class RowCache(Cache):
 
         Each part is (cache, row indices (n,) int64, leading positions to leave out).
         """
-        joined = cls(len(parts[0][0].layers))
+        joined = cls(len(parts[0][0].rows_of))
         length = max(cache.length - skip for cache, _, skip in parts)
-        for i, target in enumerate(joined.layers):
-            sources = [(cache.layers[i], rows, skip) for cache, rows, skip in parts]
-            target.dtype, target.device = sources[0][0].dtype, sources[0][0].device
-            target.keys = _stack([(s.keys, s.length, rows, skip) for s, rows, skip in sources], length)  # type: ignore[attr-defined]
-            target.values = _stack([(s.values, s.length, rows, skip) for s, rows, skip in sources], length)  # type: ignore[attr-defined]
-            target.length = length  # type: ignore[attr-defined]
-            target.is_initialized = True
+        for i, target in enumerate(joined.rows_of):
+            sources = [(cache.rows_of[i], rows, skip) for cache, rows, skip in parts]
+            target.key_buffer = _stack([(s.key_buffer, s.length, rows, skip) for s, rows, skip in sources], length)
+            target.value_buffer = _stack([(s.value_buffer, s.length, rows, skip) for s, rows, skip in sources], length)
+            target.length = length
         return joined
 
 
@@ -87,20 +81,26 @@ def _empty(like: torch.Tensor, rows: int, length: int) -> torch.Tensor:
     return like.new_empty((rows, like.shape[1], length + _ROOM, like.shape[3]))
 
 
-def _moved(buffer: torch.Tensor, length: int, end: int) -> torch.Tensor:
-    larger = _empty(buffer, buffer.shape[0], end)
-    larger[:, :, :length] = buffer[:, :, :length]
-    return larger
+def _appended(buffer: torch.Tensor | None, length: int, states: torch.Tensor) -> torch.Tensor:
+    """The buffer, or a larger copy of it, with `states` written from `length` on."""
+    end = length + states.shape[-2]
+    if buffer is None or end > buffer.shape[-2]:
+        larger = _empty(states, states.shape[0], end)
+        if buffer is not None:
+            larger[:, :, :length] = buffer[:, :, :length]
+        buffer = larger
+    buffer[:, :, length:end] = states
+    return buffer
 
 
-def _stack(parts: list[tuple[torch.Tensor, int, torch.Tensor, int]], length: int) -> torch.Tensor:
-    rows = sum(len(index) for _, _, index, _ in parts)
-    stacked = _empty(parts[0][0], rows, length)
+def _stack(parts: list[tuple[torch.Tensor | None, int, torch.Tensor, int]], length: int) -> torch.Tensor:
+    filled = [(buffer, end, index, skip) for buffer, end, index, skip in parts if buffer is not None]
+    stacked = _empty(filled[0][0], sum(len(index) for _, _, index, _ in filled), length)
     at = 0
-    for buffer, filled, index, skip in parts:
+    for buffer, end, index, skip in filled:
         part = stacked[at : at + len(index)]
-        pad = length - (filled - skip)
+        pad = length - (end - skip)
         part[:, :, :pad] = 0  # masked, but 0 * garbage may be nan
-        part[:, :, pad:length] = buffer[:, :, skip:filled].index_select(0, index)
+        part[:, :, pad:length] = buffer[:, :, skip:end].index_select(0, index)
         at += len(index)
     return stacked

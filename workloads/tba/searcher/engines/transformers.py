@@ -1,6 +1,6 @@
 """Continuous batching over a transformers model (docs/decisions/0005-transformers-engine.md).
 
- submit ─► waiting ──join, when a quarter of capacity is free──► rows ──decode, one token a step──► responses
+ submit ─► waiting ──join, when half of the capacity is free──► rows ──decode, one token a step──► responses
               ▲                                                   │ finished rows leave the cache:
               └ each distinct prompt is computed once             ▼ cost follows the rows alive
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from tba.snapshots import Snapshot
 
 _ATTENTION = {"full_attention", "sliding_attention"}
-import os
-_ADMIT=float(os.environ.get('ADM','.25'))
+_ADMIT = 0.5
+"""Share of the capacity that must be free before waiting requests join: a join costs a forward pass and a copy."""
 _STOP_TAIL_TOKENS = 8
 """Tokens decoded beyond a stop string's length: some tokens are no character of their own."""
 

@@ -1,0 +1,97 @@
+"""At most one trainer can publish; a zombie is fenced, and a rollback leaves no trace in what counts."""
+
+import signal
+
+from support.processes import cluster, job_for
+
+from tba.contracts.keys import CheckpointKey, WeightsKey
+from tba.contracts.records import RunState
+from tba.report.history import read_history
+
+
+def test_the_older_of_two_trainers_ends_with_code_3_and_publishes_nothing_more(tmp_path):
+    job = job_for(tmp_path, f"file://{tmp_path}/store", objective={"totalSteps": 100000})
+    with cluster(tmp_path, job) as run:
+        run.searcher()
+        old = run.trainer()
+        run.wait_for(lambda latest: latest.version >= 4)
+        old.send_signal(signal.SIGSTOP)
+        new = run.trainer()
+        run.wait_for(lambda latest: latest.epoch == 2 and WeightsKey.parse(latest.manifest).epoch == 2)
+        old.send_signal(signal.SIGCONT)
+        assert old.wait(60) == 3, run.tail()
+        assert "a newer trainer took over" in run.log_of(old)
+        seen = run.wait_for(lambda latest: latest.version >= 10)
+        assert seen.epoch == 2 and WeightsKey.parse(seen.manifest).epoch == 2
+        assert new.poll() is None
+
+
+def test_a_resumed_trainer_goes_on_from_its_checkpoint_and_searchers_follow(tmp_path):
+    job = job_for(
+        tmp_path,
+        f"file://{tmp_path}/store",
+        objective={"totalSteps": 40},
+        storage={"checkpoints": {"everySteps": 15}},
+        buffer={"maxReplayRatio": 2.0},
+    )
+    with cluster(tmp_path, job) as run:
+        run.searcher()
+        # Publishes 22 and 24 lie behind checkpoint 15: the future to be discarded.
+        assert run.trainer("commit.after_cas=kill:16").wait(120) == -signal.SIGKILL
+        crashed = run.latest()
+        resume_step = CheckpointKey.parse(crashed.checkpoint).step
+        assert crashed.version > resume_step
+        assert run.trainer().wait(120) == 0, run.tail()
+        assert run.latest().state is RunState.COMPLETE
+        history = read_history(run.store)
+        assert [s.step for s in history.steps] == list(range(1, 41))
+        assert all(lag >= 0 for s in history.steps for lag in s.staleness)
+        assert {s.epoch for s in history.steps if s.step > resume_step} == {2}
+        assert any(e.event == "resumed" and e.step == resume_step for e in history.events)
+
+
+def test_a_trainer_that_is_told_to_stop_writes_a_checkpoint_of_that_very_step(tmp_path):
+    job = job_for(tmp_path, f"file://{tmp_path}/store", objective={"totalSteps": 100000})
+    with cluster(tmp_path, job) as run:
+        run.searcher()
+        trainer = run.trainer()
+        run.wait_for(lambda latest: latest.version >= 4)
+        trainer.send_signal(signal.SIGTERM)
+        assert trainer.wait(30) == 143, run.tail()
+        history = read_history(run.store)
+        assert CheckpointKey.parse(run.latest().checkpoint).step == history.steps[-1].step
+
+
+def test_another_job_on_the_same_prefix_is_refused_with_the_remedy(tmp_path):
+    job = job_for(tmp_path, f"file://{tmp_path}/store", objective={"totalSteps": 3})
+    other = job.model_copy(update={"metadata": job.metadata.model_copy(update={"name": "other"})})
+    with cluster(tmp_path, job) as run:
+        run.searcher()
+        assert run.trainer().wait(60) == 0, run.tail()
+    with cluster(tmp_path, other) as run:
+        trainer = run.trainer()
+        assert trainer.wait(60) == 64
+        assert "holds a run of job default/tiny, this is default/other" in run.log_of(trainer)
+        assert "adopt" in run.log_of(trainer)
+
+
+def test_a_changed_objective_is_refused_on_resume_and_names_the_field(tmp_path):
+    job = job_for(tmp_path, f"file://{tmp_path}/store", objective={"totalSteps": 3})
+    changed = job_for(tmp_path, f"file://{tmp_path}/store", objective={"totalSteps": 3, "beta": 0.2})
+    with cluster(tmp_path, job) as run:
+        run.searcher()
+        assert run.trainer().wait(60) == 0, run.tail()
+    with cluster(tmp_path, changed) as run:
+        trainer = run.trainer()
+        assert trainer.wait(60) == 64
+        assert "objective.beta was 0.05, is now 0.2" in run.log_of(trainer)
+
+
+def test_a_complete_run_stays_complete(tmp_path):
+    job = job_for(tmp_path, f"file://{tmp_path}/store", objective={"totalSteps": 3})
+    with cluster(tmp_path, job) as run:
+        run.searcher()
+        assert run.trainer().wait(60) == 0, run.tail()
+        before = run.latest()
+        assert run.trainer().wait(60) == 0, run.tail()
+        assert run.latest() == before

@@ -1,0 +1,120 @@
+"""`tba run` around a stand-in for trainer and searchers: real processes, a real local store, synthetic history."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from support.jobs import smallest
+
+from tba.cli.local_plan import plan
+from tba.cli.local_run import LocalRun
+from tba.contracts.runfile import read_live_config, read_run_file
+
+TESTS = Path(__file__).parents[2]
+STAND_IN = f"""
+import sys, signal, time
+sys.path[:0] = [{str(TESTS)!r}, {str(TESTS.parent / "workloads")!r}]
+role, args = sys.argv[1], dict(zip(sys.argv[2::2], sys.argv[3::2]))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+if role == "searcher":
+    while True:
+        time.sleep(0.05)
+from support.synthetic_run import latest, log_object, run_record, whole_run
+from tba.contracts import keys
+from tba.store import open_store
+store = open_store(args["--storage"])
+if not list(store.list_after(keys.METRICS)):
+    store.put_once(keys.RUN, run_record().to_json())
+    store.put_once(*log_object(1, 0, whole_run(120)))
+    store.cas(keys.LATEST, latest(state=STATE).to_json(), None)
+print(LAST_WORDS, file=sys.stderr)
+while HANG:
+    time.sleep(0.05)
+sys.exit(CODE)
+"""
+
+
+@pytest.fixture
+def job_file(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(smallest(runPolicy={"backoffLimit": 0})))
+    return path
+
+
+def planned(job_file, *, code=0, state="Complete", last_words="", hang=False):
+    script = job_file.parent / "stand_in.py"
+    values = {"STATE": state, "LAST_WORDS": last_words, "CODE": code, "HANG": hang}
+    script.write_text("".join(f"{k} = {v!r}\n" for k, v in values.items()) + STAND_IN)
+    made = plan(
+        job_file,
+        overrides=[],
+        searchers=2,
+        storage="local",
+        run_dir=job_file.parent / "run",
+        can_run_vllm=lambda: False,
+    )
+    return dataclasses.replace(made, command=(sys.executable, str(script)))
+
+
+def test_a_run_ends_with_summary_report_and_the_result_as_json(job_file, capfd):
+    assert LocalRun(planned(job_file), as_json=True).run() == 0
+    out, err = capfd.readouterr()
+    result = json.loads(out)
+    directory = job_file.parent / "run"
+    assert (result["state"], result["step"], result["exitCode"]) == ("Complete", 120, 0)
+    assert Path(result["report"]).read_text().count("<svg") == 15
+    for part in (
+        "trainer started, pid",
+        "searcher-1 started, pid",
+        "staleness of trained rows",
+        "21 versions",
+        "report: ",
+    ):
+        assert part in err
+    assert read_run_file(directory / "config").owner == "default/gsm8k"
+    assert read_live_config(directory / "config").storage.uri == f"file://{directory}/store"
+    assert set(json.loads((directory / "processes.json").read_text())) <= {"trainer", "searcher-0", "searcher-1"}
+
+
+def test_a_user_error_of_the_trainer_is_shown_and_is_the_exit_code(job_file, capfd):
+    assert LocalRun(planned(job_file, code=64, state="Running", last_words="error: spec.x: got 1; set 2")).run() == 64
+    assert "error: spec.x: got 1; set 2" in capfd.readouterr().err
+
+
+def test_a_second_call_says_that_it_resumes(job_file, capfd):
+    LocalRun(planned(job_file, code=64, state="Running")).run()
+    capfd.readouterr()
+    LocalRun(planned(job_file, code=64, state="Running")).run()
+    assert "resumes: the store holds this run at step 120 (Running)" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_cleanly_and_says_how_to_resume(job_file, signum, code):
+    made = planned(job_file, state="Running", hang=True)
+    program = (
+        "import dataclasses, sys; from pathlib import Path; from tba.cli.local_plan import plan\n"
+        "from tba.cli.local_run import LocalRun\n"
+        f"made = plan(Path({str(job_file)!r}), overrides=[], searchers=1, storage='local', "
+        f"run_dir=Path({str(made.directory)!r}), can_run_vllm=lambda: False)\n"
+        f"sys.exit(LocalRun(dataclasses.replace(made, command={made.command!r})).run())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent / "workloads")}
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if "step 120/120" in line and process.poll() is None and signum:
+                process.send_signal(signum)
+                signum = None
+        assert process.wait(30) == code
+    text = "".join(lines)
+    assert "stopping: the trainer writes a checkpoint" in text
+    assert f"tba run {job_file}" in text

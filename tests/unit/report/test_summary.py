@@ -1,0 +1,77 @@
+from collections import Counter
+
+import pytest
+from support.synthetic_run import START, event, latest, run_record, searcher, step_row, whole_run
+
+from tba.report.history import History, assemble
+from tba.report.summary import summarise, weighted_mean
+
+
+def history(rows, **changes):
+    return assemble(rows, run=run_record(), latest=latest(**changes))
+
+
+def test_nothing_yet_is_absent_and_all_numbers_are_unknown():
+    summary = summarise(History(), START)
+    assert (summary.state, summary.step, summary.reward, summary.eta_seconds) == ("Absent", 0, None, None)
+
+
+def test_numbers_by_hand():
+    rows = [
+        step_row(s, wall_seconds=10.0 * s, wait_data_seconds=2.0, wait_storage_seconds=0.5, reward_mean=float(s),
+                 staleness={0: 3, 4: 1}, generated_tokens=500 * s, trained_tokens=1000 * s, replay_slots=1, slots=7)
+        for s in range(1, 5)
+    ]  # fmt: skip
+    summary = summarise(history(rows), START + 20)
+    assert summary.reward == 2.5
+    assert summary.staleness_mean == 1.0
+    assert summary.staleness_max == 4
+    assert summary.trainer_idle_percent == pytest.approx(25.0)
+    assert summary.generated_tokens_per_second == 50.0
+    assert summary.trained_tokens_per_second == 100.0
+    assert (summary.replay_slots, summary.slots) == (4, 28)
+    assert summary.eta_seconds == pytest.approx(10.0 * (120 - 4))
+
+
+def test_means_are_of_the_last_twenty_steps():
+    rows = [step_row(s, reward_mean=0.0 if s <= 30 else 1.0) for s in range(1, 51)]
+    assert summarise(history(rows), START).reward == 1.0
+
+
+def test_a_searcher_not_heard_of_for_a_minute_is_not_alive():
+    rows = [searcher("a", "1" * 32, step=0), searcher("b", "2" * 32, step=30)]  # last seen at START and START + 90
+    assert summarise(history(rows), START + 100).searchers_alive == 1
+    assert summarise(history(rows), START + 100).searchers == 2
+
+
+def test_a_trainer_that_waits_says_what_for_until_it_steps_again():
+    waiting = [step_row(5), event("waiting", step=5, time=START + 16, detail="replay ratio 2.1 > 2")]
+    summary = summarise(history(waiting), START + 20)
+    assert (summary.state, summary.detail) == ("WaitingForData", "replay ratio 2.1 > 2")
+    assert summarise(history([*waiting, step_row(6)]), START + 20).state == "Training"
+
+
+def test_a_run_without_news_is_silent_not_training():
+    assert summarise(history([step_row(5)]), START + 10_000).state == "Silent"
+
+
+@pytest.mark.parametrize("state", ["Complete", "Failed"])
+def test_a_terminal_state_stays_and_has_no_time_left(state):
+    summary = summarise(history(whole_run(40), state=state), START + 10_000)
+    assert summary.state == state
+    assert summary.eta_seconds is None
+
+
+def test_a_run_whose_trainer_loads_the_model_is_starting():
+    summary = summarise(history([event("started", detail="loads the model")], step=0), START + 1)
+    assert (summary.state, summary.detail) == ("Starting", "loads the model")
+
+
+def test_json_names_are_camel_case():
+    names = summarise(History(), START).to_dict()
+    assert "trainerIdlePercent" in names
+    assert not [n for n in names if "_" in n]
+
+
+def test_a_mean_of_nothing_is_unknown():
+    assert weighted_mean(Counter()) is None

@@ -1,0 +1,99 @@
+"""What the trainer counts over the life of a run, and that a checkpoint gives it back."""
+
+import json
+
+import numpy as np
+from support.learning import INCARNATION, make_shard
+
+from tba.contracts.records import FinishReason, Outcome, ShardHeader, Span, Trajectory
+from tba.shards.batch import ShardBatch, from_rows
+from tba.trainer.counters import Counters
+
+
+def shard(seq: int, lengths: list[int], rewards: list[float | None], *, version: int = 0, searcher="s-0") -> ShardBatch:
+    """One row a length; a reward of None is a failed row."""
+    rows = [
+        Trajectory(
+            prompt_id=0,
+            visit=seq,
+            visit_size=len(lengths),
+            prompt_tokens=[1],
+            response_tokens=[5] * length,
+            outcome=Outcome.FAILED if reward is None else Outcome.SCORED,
+            reward=reward,
+            finish_reason=FinishReason.STOP,
+            spans=[Span(length, 1, version)],
+            temperature=1.0,
+            created_at=0.0,
+        )
+        for length, reward in zip(lengths, rewards, strict=True)
+    ]
+    incarnation = f"{int(searcher[-1]):032x}"
+    stats = {"generated": 10.0 * (seq + 1)}
+    header = ShardHeader(
+        run="f" * 32, searcher=searcher, incarnation=incarnation, seq=seq, reward_version="v", stats=stats
+    )
+    return from_rows(header, rows)
+
+
+def busy() -> Counters:
+    counters = Counters()
+    counters.ingested(shard(0, [2, 3], [1.0, 0.0]), now=100.0)
+    counters.ingested(shard(1, [2, 4, 5], [0.5, None, 1.0], version=3), now=130.0)
+    counters.ingested(shard(0, [7], [0.0], searcher="s-1"), now=150.0)
+    counters.trained_rows, counters.trained_tokens = 8, 21
+    counters.duplicate_rows, counters.failed_rows, counters.quarantined_shards = 1, 1, 2
+    counters.wall_seconds = 12.5
+    counters.trained_lengths.update([2, 2, 7])
+    return counters
+
+
+def test_ingested_rows_are_counted_by_hand():
+    counters = busy()
+    assert (counters.ingested_rows, counters.generated_tokens) == (6, 2 + 3 + 2 + 4 + 5 + 7)
+    assert counters.generated_lengths == {2: 2, 3: 1, 5: 1, 7: 1}, "a failed row has no length"
+    rows = {row.searcher: row for row in counters.searcher_rows(epoch=2, step=9, now=200.0)}
+    first, second = rows["s-0"], rows["s-1"]
+    assert (first.shards, first.rows, first.tokens, first.versions, first.newest_version) == (2, 5, 16, 2, 3)
+    assert (first.first_seen, first.last_seen, first.stats) == (100.0, 130.0, {"generated": 20.0})
+    assert (second.shards, second.rows, second.newest_version, second.epoch, second.step) == (1, 1, 0, 2, 9)
+
+
+def test_reward_mean_covers_the_rows_since_it_was_last_taken():
+    counters = busy()
+    assert counters.take_reward_mean() == np.mean([1.0, 0.0, 0.5, 1.0, 0.0])
+    assert counters.take_reward_mean() is None
+    counters.ingested(shard(2, [1], [0.25]), now=160.0)
+    assert counters.take_reward_mean() == 0.25
+
+
+def test_searchers_not_heard_of_lately_are_not_alive():
+    counters = busy()
+    assert [counters.alive(now) for now in (150.0, 190.0, 191.0, 210.0, 211.0)] == [2, 2, 1, 1, 0]
+
+
+def test_length_row_holds_both_histograms():
+    row = busy().length_row(epoch=1, step=2, now=3.0)
+    assert (row.generated, row.trained) == ({2: 2, 3: 1, 5: 1, 7: 1}, {2: 2, 7: 1})
+
+
+def test_restored_counters_equal_and_go_on_as_the_saved_ones():
+    counters = busy()
+    twin = Counters.restored(json.loads(json.dumps(counters.state())))
+    assert twin == counters
+    assert twin.fresh_rewards.maxlen == counters.fresh_rewards.maxlen
+    for each in (counters, twin):
+        each.ingested(make_shard(3), now=300.0)
+        each.ingested(shard(2, [2], [1.0], version=4), now=301.0)
+    assert twin == counters
+    assert twin.state() == counters.state()
+    assert twin.searchers[INCARNATION].shards == 1
+
+
+def test_saved_state_does_not_change_with_the_live_counters():
+    counters = busy()
+    state = counters.state()
+    before = json.dumps(state)
+    counters.ingested(shard(2, [9], [1.0], version=8), now=400.0)
+    counters.trained_lengths.update([9])
+    assert json.dumps(state) == before

@@ -1,0 +1,142 @@
+"""From a step's result to the row that people and the report see: every number by hand."""
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support.learning import feed, live_config, make_learner, make_shard
+
+from tba.trainer.learner import StepResult
+from tba.trainer.optim import Update
+from tba.trainer.progress import Timing, Tracker, sample_row, step_row
+from tba.trainer.sampling import BatchPlan
+
+TIMING = Timing(step_seconds=2.0, wait_data_seconds=0.5, wait_storage_seconds=0.25)
+
+
+def small_result(**changes) -> StepResult:
+    """Two groups of three slots. Group 0: row 4 twice, row 5 once (ratio weight 1/2). Group 1: one row three times."""
+    plan = BatchPlan(
+        step=6,
+        rows=np.array([[4, 4, 5], [7, 7, 7]]),
+        weights=np.array([[2, 0, 1], [3, 0, 0]], dtype=np.float32),
+        prompt_ids=np.array([0, 1]),
+        replay=np.array([False, True]),
+        with_replacement=np.array([False, True]),
+        staleness=np.array([[1, 1, 0], [4, 4, 4]]),
+        mop_recycles=9,
+    )
+    result = StepResult(
+        plan=plan,
+        loss=-0.75,
+        beta=0.5,
+        ell=np.array([[1.0, 99.0, 4.0], [2.0, 99.0, 99.0]], dtype=np.float32),
+        rewards=np.array([[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]], dtype=np.float32),
+        weights=np.array([[2.0, 0.0, 0.5], [3.0, 0.0, 0.0]], dtype=np.float32),
+        log_z=np.array([0.25, 0.75], dtype=np.float32),
+        update=Update(grad_norm=3.5, clipped=True, learning_rate=1e-4),
+        trained_tokens=11,
+        score_seconds=0.125,
+        train_seconds=1.5,
+        reference_changed=False,
+    )
+    return replace(result, **changes)
+
+
+def row_of(result: StepResult, learner=None):
+    learner = learner or make_learner()
+    return step_row(learner, result, TIMING, epoch=3, published_version=5)
+
+
+def test_statistics_of_the_batch_by_hand():
+    row = row_of(small_result())
+    # Multiplicities 2, 1 | 3, in all 6. Empty slots (ell 99) must not show anywhere.
+    assert row.reward_mean == pytest.approx((2 * 1 + 1 * 0 + 3 * 1) / 6)
+    assert row.kl == pytest.approx((2 * 1 + 1 * 4 + 3 * 2) / 6)
+    assert row.log_z == pytest.approx(0.5)
+    # Group 0: mean ell 2, variance (2 * 1 + 1 * 4) / 3 = 2; reward mean 2/3, variance 2/9. Group 1 does not vary.
+    ell_std, reward_std = np.sqrt(2) / 2, np.sqrt(2 / 9) / 2
+    assert row.ell_std == pytest.approx(ell_std)
+    assert row.beta_ratio == pytest.approx(0.5 * ell_std / reward_std)
+    assert row.signal_groups_fraction == 0.5
+    # Weights of the six responses 1, 1, 1/2 | 1, 1, 1: (5.5)^2 / (6 * 5.25).
+    assert row.ess == pytest.approx(5.5**2 / (6 * 5.25))
+
+
+def test_counts_of_the_plan_by_hand():
+    row = row_of(small_result())
+    assert row.staleness == {0: 1, 1: 2, 4: 3}
+    assert (row.replay_slots, row.slots, row.with_replacement, row.mop_recycles) == (1, 2, 1, 9)
+
+
+def test_what_is_passed_through_stands_in_its_own_field():
+    row = row_of(small_result())
+    assert (row.epoch, row.published_version) == (3, 5)
+    assert (row.step_seconds, row.wait_data_seconds, row.wait_storage_seconds) == (2.0, 0.5, 0.25)
+    assert (row.score_seconds, row.train_seconds) == (0.125, 1.5)
+    assert (row.loss, row.beta) == (-0.75, 0.5)
+    assert (row.grad_norm, row.grad_clipped, row.learning_rate) == (3.5, True, 1e-4)
+
+
+def test_equal_weights_have_the_whole_effective_sample_size():
+    result = small_result()
+    assert row_of(replace(result, weights=result.plan.weights)).ess == pytest.approx(1.0)
+
+
+def test_rewards_that_do_not_vary_give_no_ratio_and_no_signal():
+    row = row_of(small_result(rewards=np.full((2, 3), 0.5, dtype=np.float32)))
+    assert (row.beta_ratio, row.signal_groups_fraction) == (0.0, 0.0)
+    assert row.reward_mean == pytest.approx(0.5)
+
+
+def test_learner_fills_the_cumulative_numbers():
+    learner = make_learner()
+    feed(learner, make_shard(0))
+    result = learner.train_step(live_config(), epoch=1)
+    learner.counters.quarantined_shards, learner.counters.wall_seconds = 2, 7.5
+    row = row_of(result, learner)
+    assert (row.step, row.ingested_rows, row.trained_rows, row.quarantined_shards) == (1, 24, 12, 2)
+    assert row.trained_tokens == result.trained_tokens == learner.buffer.num_tokens(result.plan.rows).sum()
+    assert row.buffer_rows == len(learner.buffer) and row.buffer_bytes == learner.buffer.memory_bytes
+    assert row.replay_ratio == pytest.approx(12 / 24)
+    assert row.wall_seconds == 7.5
+    assert 0 < row.ess <= 1.0 + 1e-6
+    shard = make_shard(0)
+    assert row.generated_reward_mean == pytest.approx(float(shard.rewards.mean()))
+    assert row_of(result, learner).generated_reward_mean is None, "told once"
+
+
+def test_sample_names_its_version_and_searcher():
+    learner = make_learner()
+    feed(learner, make_shard(0))
+    result = learner.train_step(live_config(), epoch=1)
+    row = sample_row(learner, result, epoch=1, prompt="p", response="r", slot=2)
+    assert (row.prompt, row.response, row.searcher, row.version) == ("p", "r", "searcher-0", 0)
+    assert row.reward == result.rewards[2, 0]
+
+
+def tracker(**changes) -> Tracker:
+    return Tracker(run_id="r", pod_uid=None, epoch=1, total_steps=20, **changes)
+
+
+def test_progress_before_the_first_step_guesses_nothing():
+    progress = tracker().progress()
+    assert (progress.percentage, progress.reward, progress.staleness_mean) == (0.0, None, None)
+    assert (progress.eta_seconds, progress.trainer_idle_percent) == (None, None)
+
+
+def test_progress_of_a_resumed_run_by_hand():
+    live = tracker(step=4, first_step=4, state="Training")
+    learner = make_learner()
+    learner.step = 5
+    live.stepped(row_of(small_result(), learner))
+    learner.step = 6
+    live.stepped(row_of(small_result(), learner))
+    progress = live.progress()
+    assert (progress.step, progress.percentage) == (6, 30.0)
+    assert progress.trainer_idle_percent == pytest.approx(100 * 1.5 / 5.5)
+    # 2 steps of this process took 2 * 2.75 s; 14 are left.
+    assert progress.eta_seconds == pytest.approx(2.75 * 14)
+    assert progress.staleness_mean == pytest.approx((1 * 2 + 4 * 3) / 6)
+    assert abs(progress.last_updated_time - time.time()) < 60

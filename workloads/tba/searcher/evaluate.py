@@ -1,0 +1,121 @@
+"""A searcher's part in an evaluation: block after block from a random start, leaving out what others have done.
+
+Storage is spoken to in a thread, so that generation goes on. A duplicate block loses quietly: put_once keeps the first.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from tba.contracts.errors import StoreUnavailable
+from tba.contracts.keys import EvalKey, WeightsKey
+from tba.contracts.records import EvalRequest
+from tba.evaluation import EvalBlock, encode_block
+from tba.log import EVALUATION_UPLOADED, STORAGE_RETRIED, log
+from tba.prompts import PromptSet, load_prompt_set
+from tba.searcher.work import EvalWork
+from tba.store import AccessDenied, AlreadyExists, NotFound, ObjectStore
+
+_RETRY_SECONDS = 1.0
+
+T = TypeVar("T")
+
+
+class Evaluation:
+    """`poll` gives the block to do now; `finish` hands it in. Over when `over`."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        manifest_key: str,
+        request: EvalRequest,
+        *,
+        offset: int,
+        stopped: Callable[[], bool],
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """`offset`: any number; the block to begin with is its remainder."""
+        self.key = manifest_key
+        self.request = request
+        self._store = store
+        self._weights = WeightsKey.parse(manifest_key)
+        self._stopped, self._sleep = stopped, sleep
+        first = offset % request.num_blocks
+        self._order = [*range(first, request.num_blocks), *range(first)]
+        self._prompts: PromptSet | None = None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="evaluate")
+        self._next: Future[EvalWork | None] = self._executor.submit(self._find)
+        self._current: EvalWork | None = None
+        self.uploaded = 0
+        self.over = False
+
+    def poll(self) -> EvalWork | None:
+        """A block to do, once; None while one is being looked for or done. Raises what the thread raised."""
+        if self.over or self._current is not None or not self._next.done():
+            return None
+        self._current = self._next.result()
+        self.over = self._current is None
+        return self._current
+
+    def finish(self, work: EvalWork) -> None:
+        """Upload a finished block and look for the next. A block of another evaluation is ignored."""
+        if work is not self._current:
+            return
+        block = work.result()
+        self._current = None
+        self._next = self._executor.submit(lambda: self._put(work.block, block) or self._find())
+
+    def close(self) -> None:
+        """Leave what is under way behind."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _find(self) -> EvalWork | None:
+        if self._prompts is None:
+            self._prompts = self._patiently(lambda: load_prompt_set(self._store, self.request.prompts))
+            if self._prompts is None:
+                return None
+        while self._order:
+            block = self._order.pop(0)
+            if not self._exists(block):
+                size = self.request.block_prompts
+                count = min(size, min(self.request.num_prompts, len(self._prompts)) - block * size)
+                return EvalWork(block, block * size, count, self.request.samples, self._prompts)
+        return None
+
+    def _path(self, block: int) -> str:
+        return EvalKey(self._weights.version, self._weights.epoch, self._weights.nonce, block).path
+
+    def _exists(self, block: int) -> bool:
+        def look() -> bool:
+            try:
+                self._store.head(self._path(block))
+            except (NotFound, AccessDenied):  # denied: so S3 answers for a missing key without the right to list
+                return False
+            return True
+
+        return bool(self._patiently(look))
+
+    def _put(self, number: int, block: EvalBlock) -> None:
+        data = encode_block(block)
+
+        def put() -> bool:
+            try:
+                self._store.put_once(self._path(number), data)
+            except AlreadyExists:
+                return False
+            return True
+
+        if self._patiently(put):
+            self.uploaded += 1
+            log.info(EVALUATION_UPLOADED, version=self._weights.version, block=number, responses=len(block.rows))
+
+    def _patiently(self, action: Callable[[], T]) -> T | None:
+        """The action's result, tried again while storage is down; None if this process stops meanwhile."""
+        while not self._stopped():
+            try:
+                return action()
+            except StoreUnavailable as error:
+                log.warning(STORAGE_RETRIED, task="evaluate", error=str(error))
+                self._sleep(_RETRY_SECONDS)
+        return None

@@ -1,0 +1,55 @@
+"""The newest readable `live.json` of a configuration directory, or defaults for a searcher that has none."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tba.contracts.config import LiveConfig
+from tba.contracts.errors import UserError
+from tba.contracts.runfile import LIVE_FILE, read_live_config
+from tba.log import CONFIG_REFUSED, CONFIG_RELOADED, log
+
+_LOOK_SECONDS = 1.0
+
+
+class LiveSettings:
+    """Call it for the current settings; looks at the file at most once a second. A broken file changes nothing."""
+
+    def __init__(
+        self, directory: Path | None, default: LiveConfig, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Raises: UserError if the directory's file cannot be read now."""
+        self._directory = directory
+        self._clock = clock
+        self._looked_at = clock()
+        self._stamp = self._now()
+        self._current = default if directory is None else read_live_config(directory)
+
+    def __call__(self) -> LiveConfig:
+        """The settings."""
+        now = self._clock()
+        if self._directory is not None and now - self._looked_at >= _LOOK_SECONDS:
+            self._looked_at = now
+            self._look(self._directory)
+        return self._current
+
+    def _now(self) -> tuple[int, int] | None:
+        if self._directory is None:
+            return None
+        try:
+            found = (self._directory / LIVE_FILE).stat()  # follows the links by which Kubernetes swaps a mounted file
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns
+
+    def _look(self, directory: Path) -> None:
+        stamp = self._now()
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._current = read_live_config(directory)
+        except UserError as error:
+            log.error(CONFIG_REFUSED, error=str(error))
+        else:
+            log.info(CONFIG_RELOADED, directory=str(directory))

@@ -1,0 +1,376 @@
+"""The searcher's loop: one thread that keeps the engine full and never waits for the trainer.
+
+    ┌───────────── poller (thread): latest, fetched and verified weights, wanted evaluation
+    ▼
+swap weights at a step boundary, or begin an evaluation with exactly its weights
+    ▼
+fill: blocks of the evaluation, then visits (S requests of the walk's next prompt), up to the engine's capacity
+    ▼
+engine.step() ─► responses ─► reward pool (processes) ─► settled ─► visit complete? ─► spool (thread) ─► bucket
+    ▲                                                                └► block complete? ─► evaluation (thread)
+    └── pauses, visibly, for: weights (none yet), storage (spool full), reward (too many unscored)
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from tba import telemetry
+from tba.contracts.config import LiveConfig
+from tba.contracts.errors import CorruptObject
+from tba.contracts.records import Outcome, RunRecord, SnapshotManifest
+from tba.log import (
+    DATA_AWAITED,
+    POLICY_SWAPPED,
+    REWARD_FAILED,
+    RUN_FINISHED,
+    SNAPSHOT_REJECTED,
+    WEIGHTS_AWAITED,
+    bind,
+    log,
+)
+from tba.prompts import PromptSet, PromptWalk
+from tba.protocol.latest import TERMINAL
+from tba.rewards.sandbox import RewardCall, RewardPool, RewardResult
+from tba.searcher.engines.engine import Engine, Response
+from tba.searcher.evaluate import Evaluation
+from tba.searcher.spool import Spool
+from tba.searcher.stats import SearcherStats
+from tba.searcher.sync import Poller
+from tba.searcher.work import EvalWork, Settled, Visit, Work, make_request, request_seed
+from tba.snapshots import Snapshot
+from tba.store import ObjectStore
+
+_IDLE_SECONDS = 0.05
+_SAY_SECONDS = 30.0
+_UNSCORED_PER_CAPACITY = 4
+"""Responses that may wait for a reward, in multiples of the engine's capacity."""
+_SETTLE_SECONDS = 10.0
+"""At most so long after SIGTERM for rewards under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the loop works with."""
+
+    store: ObjectStore
+    engine: Engine
+    pool: RewardPool
+    poller: Poller
+    spool: Spool
+    record: RunRecord
+    prompts: PromptSet
+    walk: PromptWalk
+    incarnation: str
+    settings: Callable[[], LiveConfig]
+    samples_per_prompt: Callable[[], int]
+    stats: SearcherStats
+    stopped: threading.Event
+    exit_when_done: bool
+    grace_seconds: float
+
+
+class SearcherLoop:
+    """Call `run`."""
+
+    def __init__(self, around: Surroundings, *, heartbeat: telemetry.Heartbeat | None = None) -> None:
+        self._a = around
+        self._heartbeat = heartbeat or telemetry.Heartbeat(600.0)
+        self._started = time.monotonic()
+        self._next_request = 0
+        self._next_visit = 0
+        self._slots: dict[int, tuple[Work, int]] = {}  # request id -> its work and number there
+        self._unscored = 0
+        self._scored: queue.SimpleQueue[tuple[Work, int, Response, RewardResult]] = queue.SimpleQueue()
+        self._shared: dict[tuple[int, int, str], Future[RewardResult]] = {}  # equal answers of one work
+        self._evaluation: Evaluation | None = None
+        self._policies: set[tuple[int, int]] = set()
+        self._said_at = 0.0
+        self._limits: tuple[float, int] | None = None
+        self._held: str | None = None
+        self._manifest: SnapshotManifest | None = None
+
+    @property
+    def ready(self) -> tuple[bool, str]:
+        """Whether there are weights: the answer of /readyz."""
+        return self._held is not None, self._held or self._a.poller.detail
+
+    def run(self) -> int:
+        """Until SIGTERM (143), or the end of the run if `exit_when_done` (0). Raises what ended a thread."""
+        while not self._a.stopped.is_set():
+            self._heartbeat.beat()
+            if self._ended():
+                if self._a.exit_when_done:
+                    self._wind_up()
+                    return 0
+                self._pause("idle", "the run has ended")
+                continue
+            self.turn()
+        self._wind_up()
+        return 143
+
+    def turn(self) -> None:
+        """Once around."""
+        a = self._a
+        a.poller.check()
+        a.spool.check()
+        self._follow_limits()
+        self._settle()
+        a.spool.tick()
+        self._sync()
+        obstacle = self._obstacle()
+        if obstacle is not None:
+            self._pause(*obstacle)
+            return
+        self._fill()
+        if a.engine.in_flight == 0:
+            self._pause("weights", "nothing to generate")
+            return
+        started = time.monotonic()
+        responses = a.engine.step()
+        a.stats.generate_seconds += time.monotonic() - started
+        for response in responses:
+            self._receive(response)
+
+    # --- weights ---
+
+    def _sync(self) -> None:
+        if self._evaluation is not None:
+            self._evaluate()
+            return
+        wanted = self._a.poller.evaluation()
+        if wanted is not None and self._may_swap():
+            self._begin_evaluation(*wanted)
+        elif self._may_swap():
+            staged = self._a.poller.take()
+            if staged is not None:
+                self._load(staged)
+
+    def _may_swap(self) -> bool:
+        return self._a.settings().sync.swap == "InFlight" or self._a.engine.in_flight == 0
+
+    def _load(self, snapshot: Snapshot) -> bool:
+        started = time.monotonic()
+        try:
+            self._a.engine.load(snapshot)
+        except CorruptObject as error:
+            log.error(SNAPSHOT_REJECTED, key=snapshot.key, error=str(error))
+            return False
+        seconds = time.monotonic() - started
+        self._held, self._manifest = snapshot.key, snapshot.manifest
+        policy = snapshot.manifest.policy
+        self._policies.add(policy)
+        stats = self._a.stats
+        stats.versions_loaded = len(self._policies)
+        stats.load_seconds += seconds
+        telemetry.SYNC_SECONDS.labels("apply").observe(seconds)
+        bind(policy_version=policy.version)
+        log.info(
+            POLICY_SWAPPED,
+            epoch=policy.epoch,
+            version=policy.version,
+            in_flight=self._a.engine.in_flight,
+            seconds=round(seconds, 4),
+        )
+        return True
+
+    # --- evaluation ---
+
+    def _begin_evaluation(self, key: str, snapshot: Snapshot | None) -> None:
+        if snapshot is not None and not self._load(snapshot):
+            self._a.poller.evaluation_finished(key)
+            return
+        self._a.poller.evaluation_started(key)
+        request = self._manifest.evaluation if self._manifest else None
+        if request is None:
+            log.warning(SNAPSHOT_REJECTED, key=key, error="it asks for no evaluation")
+            self._a.poller.evaluation_finished(key)
+            return
+        self._evaluation = Evaluation(
+            self._a.store,
+            key,
+            request,
+            offset=int(self._a.incarnation, 16),
+            stopped=self._a.stopped.is_set,
+        )
+
+    def _evaluate(self) -> None:
+        evaluation = self._evaluation
+        assert evaluation is not None
+        latest = self._a.poller.latest
+        work = evaluation.poll()
+        if work is not None:
+            self._submit_block(evaluation, work)
+        withdrawn = latest is not None and latest.evaluation != evaluation.key
+        if evaluation.over or (withdrawn and not any(isinstance(w, EvalWork) for w, _ in self._slots.values())):
+            self._a.stats.eval_blocks += evaluation.uploaded
+            evaluation.close()
+            self._a.poller.evaluation_finished(evaluation.key)
+            self._evaluation = None
+
+    def _submit_block(self, evaluation: Evaluation, work: EvalWork) -> None:
+        nonce = evaluation.key
+        greedy = evaluation.request.sampling == "greedy"
+        for index in range(work.size):
+            seed = request_seed(self._seed, nonce, work.prompt_id(index), index % work.samples)
+            self._submit(work, index, seed=seed, greedy=greedy)
+
+    # --- generation ---
+
+    @property
+    def _seed(self) -> int:
+        return self._a.record.config.objective.seed
+
+    def _obstacle(self) -> tuple[str, str] | None:
+        a = self._a
+        if self._held is None:
+            return "weights", f"no weights yet: {a.poller.detail}"
+        if a.spool.full:
+            return "storage", f"{a.spool.pending_shards} shards wait for storage: {a.spool.detail}"
+        if self._unscored > _UNSCORED_PER_CAPACITY * max(a.engine.capacity, 1):
+            return "reward", f"{self._unscored} responses wait for their reward"
+        return None
+
+    def _fill(self) -> None:
+        a = self._a
+        if a.poller.has_staged and not self._may_swap() and self._evaluation is None:
+            return  # BetweenBatches: run empty first
+        while a.engine.in_flight < a.engine.capacity:
+            visit = Visit(
+                number=self._next_visit,
+                prompt=next(a.walk),
+                size=a.samples_per_prompt(),
+                prompts=a.prompts,
+                temperature=a.record.config.task.sampling.temperature,
+            )
+            self._next_visit += 1
+            for j in range(visit.size):
+                self._submit(visit, j, seed=request_seed(self._seed, a.incarnation, visit.number, j), greedy=False)
+
+    def _submit(self, work: Work, index: int, *, seed: int, greedy: bool) -> None:
+        config = self._a.record.config
+        sampling = config.task.sampling
+        request = make_request(
+            self._next_request,
+            work.prompts.prompt_tokens(work.prompt_id(index)).tolist(),
+            max_tokens=sampling.max_tokens,
+            max_model_len=config.model.max_model_len,
+            temperature=sampling.temperature,
+            greedy=greedy,
+            seed=seed,
+            stop=sampling.stop,
+        )
+        self._next_request += 1
+        self._slots[request.id] = (work, index)
+        self._a.engine.submit(request)
+
+    def _receive(self, response: Response) -> None:
+        work, index = self._slots.pop(response.id)
+        self._a.stats.generated_rows += 1
+        self._a.stats.generated_tokens += len(response.tokens)
+        telemetry.GENERATED_TOKENS.inc(len(response.tokens))
+        if isinstance(work, Visit):
+            work.created_at = time.time()
+        if response.error is not None:
+            log.warning(REWARD_FAILED, reason="engine", error=response.error)
+            self._apply(work, index, response, RewardResult(Outcome.FAILED, None, response.error))
+        elif response.reward is not None:
+            self._apply(work, index, response, RewardResult(Outcome.SCORED, response.reward))
+        else:
+            self._score(work, index, response)
+
+    # --- rewards ---
+
+    def _score(self, work: Work, index: int, response: Response) -> None:
+        prompt = work.prompt_id(index)
+        text = self._a.engine.decode(response.tokens)
+        # A reward depends on prompt, text and answer alone: equal responses of a visit are scored once.
+        key = (id(work), prompt, text)
+        future = self._shared.get(key)
+        if future is None:
+            future = self._a.pool.submit(RewardCall(work.prompts.texts[prompt], text, work.prompts.answers[prompt]))
+            self._shared[key] = future
+        self._unscored += 1
+        future.add_done_callback(lambda f: self._scored.put((work, index, response, f.result())))
+
+    def _settle(self) -> None:
+        while True:
+            try:
+                work, index, response, result = self._scored.get_nowait()
+            except queue.Empty:
+                return
+            self._unscored -= 1
+            self._apply(work, index, response, result)
+
+    def _apply(self, work: Work, index: int, response: Response, result: RewardResult) -> None:
+        stats = self._a.stats
+        if result.outcome is Outcome.FAILED:
+            stats.failed_rows += 1
+        elif result.outcome is Outcome.TIMED_OUT:
+            stats.timed_out_rows += 1
+        if result.outcome is not Outcome.SCORED:
+            telemetry.REWARD_FAILURES.labels(str(result.outcome)).inc()
+            log.warning(REWARD_FAILED, outcome=str(result.outcome), error=result.error[:200])
+        work.settle(index, response, Settled(result.outcome, result.reward))
+        if work.done:
+            self._complete(work)
+
+    def _complete(self, work: Work) -> None:
+        self._shared = {k: f for k, f in self._shared.items() if k[0] != id(work)}
+        if isinstance(work, Visit):
+            self._a.stats.visits += 1
+            self._a.stats.up_seconds = time.monotonic() - self._started
+            self._a.spool.add(work.trajectories())
+        elif isinstance(work, EvalWork):
+            self._a.stats.eval_rows += work.size
+            if self._evaluation is not None:
+                self._evaluation.finish(work)
+
+    def _follow_limits(self) -> None:
+        live = self._a.settings()
+        limits = (live.reward_timeout_seconds, live.reward_memory_bytes)
+        if limits != self._limits:
+            if self._limits is not None:
+                self._a.pool.set_limits(*limits)
+            self._limits = limits
+
+    # --- waiting and ending ---
+
+    def _ended(self) -> bool:
+        latest = self._a.poller.latest
+        if latest is None or latest.state not in TERMINAL:
+            return False
+        if self._slots:
+            log.info(RUN_FINISHED, state=str(latest.state), unfinished=len(self._slots))
+            self._a.engine.abort()
+            self._slots.clear()
+            self._a.spool.flush()
+        self._a.poller.check()
+        return True
+
+    def _pause(self, what: str, detail: str) -> None:
+        now = time.monotonic()
+        if now - self._said_at >= _SAY_SECONDS and what != "reward":
+            self._said_at = now
+            log.info(WEIGHTS_AWAITED if what == "weights" else DATA_AWAITED, awaited=what, detail=detail)
+        self._a.stopped.wait(_IDLE_SECONDS if what != "idle" else 10 * _IDLE_SECONDS)
+        self._a.stats.waited(what, time.monotonic() - now)
+
+    def _wind_up(self) -> None:
+        """Rewards under way are awaited for a moment, finished visits uploaded within the grace period."""
+        deadline = time.monotonic() + self._a.grace_seconds
+        self._a.engine.abort()
+        self._slots.clear()
+        with self._heartbeat.allow("uploading what is finished", self._a.grace_seconds + 60.0):
+            settle_until = time.monotonic() + min(_SETTLE_SECONDS, self._a.grace_seconds / 2)
+            while self._unscored and time.monotonic() < settle_until:
+                self._settle()
+                time.sleep(0.01)
+            self._a.spool.flush()
+            uploaded = self._a.spool.drain(max(0.0, deadline - time.monotonic()))
+        if self._evaluation is not None:
+            self._evaluation.close()
+        log.info(RUN_FINISHED, uploaded=uploaded, pending_shards=self._a.spool.pending_shards)

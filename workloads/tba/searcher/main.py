@@ -1,0 +1,236 @@
+"""The searcher process: configuration, signals, HTTP, and the parts of the loop. Needs the bucket and nothing else."""
+
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from pydantic import ValidationError
+
+from tba import telemetry
+from tba.contracts.config import Engine as EngineSettings
+from tba.contracts.config import LiveConfig, SearcherSettings, Storage
+from tba.contracts.errors import CorruptObject, UserError
+from tba.contracts.keys import RUN, new_nonce
+from tba.contracts.records import RunRecord, ShardHeader
+from tba.contracts.runfile import RunFile, read_run_file
+from tba.log import DATA_AWAITED, PROCESS_STARTED, SIGNAL_RECEIVED, bind, configure, log
+from tba.prompts import PromptWalk, load_prompt_set
+from tba.rewards.sandbox import RewardPool
+from tba.searcher.engines import build, can_run_vllm
+from tba.searcher.live import LiveSettings
+from tba.searcher.loop import SearcherLoop, Surroundings
+from tba.searcher.spool import Spool, SpoolLimits, shard_seconds
+from tba.searcher.stats import SearcherStats
+from tba.searcher.sync import Fetch, Poller
+from tba.store import AccessDenied, NotFound, ObjectStore, open_store
+
+TERMINATED_EXIT = 143
+DEFAULT_GRACE_SECONDS = 45.0
+"""Below the 60 s after which pods and `tba run` kill."""
+STEP_BUDGET_SECONDS = 600.0
+"""Liveness: loading a model or one step may take so long."""
+_RUN_POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SearcherOptions:
+    """What the command line or the pod says."""
+
+    storage: str
+    name: str
+    config_dir: Path | None = None
+    """null: everything from the bucket's run.json, and defaults for the rest."""
+    port: int | None = None
+    """null: no HTTP."""
+    spool_dir: Path | None = None
+    """null: a folder of this machine's temporary directory."""
+    exit_when_done: bool = False
+    threads: int | None = None
+    grace_seconds: float = DEFAULT_GRACE_SECONDS
+
+
+def run_searcher(options: SearcherOptions) -> int:
+    """Generate until SIGTERM (143), or until the run has ended if `exit_when_done` (0).
+
+    Raises: UserError (64), StoreUnavailable (2, at the start only); anything else is a crash (1).
+    """
+    run_file = read_run_file(options.config_dir) if options.config_dir is not None else None
+    configure(role="searcher", run=run_file.name if run_file else options.storage)
+    bind(searcher=options.name)
+    live = LiveSettings(options.config_dir, _defaults(options.storage))
+    if options.threads is not None:
+        _limit_threads(options.threads)
+    stopped = threading.Event()
+    _stop_on_sigterm(stopped)
+    with ExitStack() as stack:
+        store = _open(live(), options.storage)
+        stack.callback(store.close)
+        heartbeat = telemetry.Heartbeat(STEP_BUDGET_SECONDS)
+        ready: list[Callable[[], tuple[bool, str]]] = [lambda: (False, "starting")]
+        if options.port is not None:
+            server = telemetry.serve(options.port, healthy=heartbeat.alive, ready=lambda: ready[0]())
+            stack.callback(server.close)
+        record = await_record(store, stopped, beat=heartbeat.beat)
+        if record is None:
+            return TERMINATED_EXIT
+        loop = _assemble(options, run_file, record, live, store, stopped, heartbeat, stack)
+        ready[0] = lambda: loop.ready
+        return loop.run()
+
+
+def await_record(store: ObjectStore, stopped: threading.Event, *, beat: Callable[[], None]) -> RunRecord | None:
+    """The bucket's run.json as soon as the trainer has made it; None if stopped before. Raises: StoreUnavailable."""
+    waits = 0
+    while not stopped.is_set():
+        beat()
+        try:
+            return RunRecord.model_validate_json(store.get(RUN).data)
+        except (NotFound, AccessDenied) as error:
+            # Without the right to list, S3 denies what does not exist.
+            if waits % 30 == 0:
+                log.info(DATA_AWAITED, awaited=RUN, detail=str(error))
+            waits += 1
+            stopped.wait(_RUN_POLL_SECONDS)
+        except ValidationError as error:
+            raise CorruptObject(
+                f"{RUN} cannot be read: {str(error)[:300]}; is the trainer's release another?"
+            ) from error
+    return None
+
+
+def _assemble(
+    options: SearcherOptions,
+    run_file: RunFile | None,
+    record: RunRecord,
+    live: LiveSettings,
+    store: ObjectStore,
+    stopped: threading.Event,
+    heartbeat: telemetry.Heartbeat,
+    stack: ExitStack,
+) -> SearcherLoop:
+    incarnation = new_nonce()
+    log.info(
+        PROCESS_STARTED,
+        pid=os.getpid(),
+        run_id=record.run_id,
+        incarnation=incarnation,
+        engine=live().searcher.engine.type,
+    )
+    with heartbeat.allow("starting reward processes", STEP_BUDGET_SECONDS):
+        base_dir = Path(run_file.base_dir) if run_file and run_file.base_dir else None
+        pool = RewardPool(
+            record.config.task.reward,
+            num_workers=_reward_processes(),
+            timeout_seconds=live().reward_timeout_seconds,
+            memory_bytes=live().reward_memory_bytes,
+            search_path=base_dir,
+        )
+        stack.callback(pool.close)
+        prompts = load_prompt_set(store, record.train_prompts)
+        engine = build(live().searcher.engine, model=record.config.model)
+    stack.callback(engine.close)
+    stats = SearcherStats()
+    poller = Poller(
+        store,
+        interval_seconds=lambda: live().sync.poll_interval_seconds,
+        fetch=_fetch(needs_weights=engine.needs_weights),
+    )
+
+    def header(seq: int) -> ShardHeader:
+        return ShardHeader(
+            run=record.run_id,
+            searcher=options.name,
+            incarnation=incarnation,
+            seq=seq,
+            reward_version=pool.version,
+            stats=stats.to_dict(),
+        )
+
+    spool = Spool(
+        store,
+        (options.spool_dir or Path(tempfile.gettempdir()) / "tba-spool") / record.run_id / options.name,
+        header=header,
+        window=lambda: poller.window,
+        limits=lambda: SpoolLimits(shard_seconds=shard_seconds(live().sync.poll_interval_seconds)),
+    )
+    stack.callback(spool.close)
+    stack.callback(poller.close)
+    poller.start()
+    spool.start()
+    return SearcherLoop(
+        Surroundings(
+            store=store,
+            engine=engine,
+            pool=pool,
+            poller=poller,
+            spool=spool,
+            record=record,
+            prompts=prompts,
+            walk=PromptWalk(len(prompts), record.config.objective.seed, incarnation),
+            incarnation=incarnation,
+            settings=live,
+            samples_per_prompt=lambda: (
+                live().searcher.samples_per_prompt if options.config_dir else record.samples_per_prompt
+            ),
+            stats=stats,
+            stopped=stopped,
+            exit_when_done=options.exit_when_done,
+            grace_seconds=options.grace_seconds,
+        ),
+        heartbeat=heartbeat,
+    )
+
+
+def _defaults(uri: str) -> LiveConfig:
+    """Of a searcher that is told nothing but the bucket: the best engine of this machine."""
+    engine = EngineSettings(type="vllm" if can_run_vllm() else "transformers")
+    if not uri.startswith(("s3://", "file://")):
+        raise UserError(f"--storage must begin with s3:// or file://, got {uri!r}")
+    return LiveConfig(storage=Storage(uri=uri), searcher=SearcherSettings(engine=engine))
+
+
+def _open(live: LiveConfig, uri: str) -> ObjectStore:
+    storage = live.storage
+    return open_store(
+        uri,
+        endpoint=storage.endpoint,
+        region=storage.region,
+        force_path_style=storage.force_path_style,
+        observe=lambda operation, outcome: telemetry.STORAGE_REQUESTS.labels(operation, outcome).inc(),
+    )
+
+
+def _fetch(*, needs_weights: bool) -> Fetch:
+    if needs_weights:
+        from tba.snapshots import fetch_snapshot
+
+        return fetch_snapshot
+    from tba.snapshots import Snapshot, fetch_manifest
+
+    return lambda store, key: Snapshot(key, fetch_manifest(store, key), {}, {})
+
+
+def _reward_processes() -> int:
+    return max(1, min(8, len(os.sched_getaffinity(0)) // 2))
+
+
+def _limit_threads(threads: int) -> None:
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+def _stop_on_sigterm(stopped: threading.Event) -> None:
+    def stop(signum: int, _frame: FrameType | None) -> None:
+        log.info(SIGNAL_RECEIVED, signal=signal.Signals(signum).name)
+        stopped.set()
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, stop)
