@@ -1,56 +1,87 @@
 """Token log-probabilities of responses under a model: the one kernel for policy and reference.
 
-Letters: B rows, L padded length, N response tokens of all rows, D hidden size, V vocabulary.
-Logits of shape (N, V) never exist at once: they are made for a chunk of tokens and made again in the backward pass.
+Letters: B rows, N response tokens of all rows, D hidden size, V vocabulary; a block has b rows padded to l, and n
+response tokens. Logits of shape (N, V) never exist at once if they are large: they are made for a chunk of tokens and
+made again in the backward pass.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from tba.contracts.errors import UserError
 
 LOGIT_CHUNK_BYTES = 64 * 1024**2
 """float32 logits alive at once."""
+BLOCK_PADDING_TOKENS = 256
+"""Padding that costs about as much as one more forward pass: a block holds no more of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows of similar length, padded on the right. Causal attention hides the padding from real tokens: no mask."""
+
+    input_ids: Tensor  # (b, l) int64
+    row: Tensor  # (n,) int64: row of the block that each response token is in
+    position: Tensor  # (n,) int64: position whose hidden state predicts it
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Right-padded prompt+response rows. Causal attention makes the padding invisible to real tokens: no mask."""
+    """Prompt+response rows, longest first in blocks, and their N response tokens in the order of the blocks."""
 
-    input_ids: Tensor  # (B, L) int64
-    row: Tensor  # (N,) int64: row of each response token
-    position: Tensor  # (N,) int64: position whose hidden state predicts it
+    blocks: tuple[Block, ...]
+    row: Tensor  # (N,) int64: row of each response token, as the rows were given
     target: Tensor  # (N,) int64: its id
-
-    @property
-    def num_rows(self) -> int:
-        """B."""
-        return self.input_ids.shape[0]
+    num_rows: int  # B
 
 
 def pad_rows(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], device: torch.device | str) -> Rows:
-    """Pad (prompt, response) pairs on the right with id 0, which no real token attends to.
+    """Lay out (prompt, response) pairs, padded with id 0, which no real token attends to.
 
     Raises: ValueError if a prompt or a response is empty.
     """
     lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
     if any(len(p) == 0 for p in prompts) or any(len(r) == 0 for r in responses):
         raise ValueError("prompts and responses must hold at least one token each")
-    input_ids = np.zeros((len(lengths), max(lengths)), dtype=np.int64)  # (B, L)
-    row, position = [], []
-    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        input_ids[i, : len(prompt)] = prompt
-        input_ids[i, len(prompt) : lengths[i]] = response
-        row.append(np.full(len(response), i, dtype=np.int64))
-        position.append(np.arange(len(prompt) - 1, lengths[i] - 1, dtype=np.int64))
-    flat_row, flat_position = np.concatenate(row), np.concatenate(position)  # (N,)
-    target = input_ids[flat_row, flat_position + 1]  # (N,)
-    return Rows(*(torch.from_numpy(a).to(device) for a in (input_ids, flat_row, flat_position, target)))
+    blocks, order = [], []
+    for rows in split_by_length(lengths):
+        order += rows
+        input_ids = np.zeros((len(rows), lengths[rows[0]]), dtype=np.int64)  # (b, l)
+        for i, row in enumerate(rows):
+            input_ids[i, : lengths[row]] = np.concatenate([prompts[row], responses[row]])
+        starts = np.array([len(prompts[row]) for row in rows])  # (b,)
+        local, position = _response_positions(starts, np.array([len(responses[row]) for row in rows]))
+        blocks.append(Block(*(torch.from_numpy(a).to(device) for a in (input_ids, local, position))))
+    flat_row = np.repeat(order, [len(responses[row]) for row in order])  # (N,)
+    target = np.concatenate([responses[row] for row in order]).astype(np.int64)  # (N,)
+    return Rows(tuple(blocks), torch.from_numpy(flat_row).to(device), torch.from_numpy(target).to(device), len(lengths))
+
+
+def split_by_length(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Row numbers, longest first, in blocks that hold at most `BLOCK_PADDING_TOKENS` of padding."""
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    block: list[int] = []
+    padding = 0
+    for row in order:
+        padding += lengths[block[0]] - lengths[row] if block else 0
+        if padding > BLOCK_PADDING_TOKENS:
+            yield block
+            block, padding = [], 0
+        block.append(row)
+    yield block
+
+
+def _response_positions(starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(n,) int64 each: row of every response token, and the position before it."""
+    rows = np.repeat(np.arange(len(counts)), counts)
+    within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return rows, starts[rows] - 1 + within
 
 
 class Scorer:
@@ -75,17 +106,13 @@ class Scorer:
 
     def token_logprobs(self, rows: Rows) -> Tensor:
         """log softmax(logits / T) of each response token: (N,) float32. Differentiable when gradients are on."""
-        hidden = self._hidden(rows.input_ids)[rows.row, rows.position]  # (N, D)
+        hidden = torch.cat([self._hidden(b.input_ids)[b.row, b.position] for b in rows.blocks])  # (N, D)
         vocabulary = self._head.weight.shape[0]
         chunk = max(1, LOGIT_CHUNK_BYTES // (4 * int(vocabulary)))
-        parts = []
-        for start in range(0, hidden.shape[0], chunk):
-            piece, target = hidden[start : start + chunk], rows.target[start : start + chunk]
-            if torch.is_grad_enabled():
-                parts.append(checkpoint(self._logprobs, piece, target, use_reentrant=False))
-            else:
-                parts.append(self._logprobs(piece, target))
-        return torch.cat(parts)
+        pieces = list(zip(hidden.split(chunk), rows.target.split(chunk), strict=True))
+        if not torch.is_grad_enabled() or len(pieces) == 1:
+            return torch.cat([self._logprobs(*piece) for piece in pieces])
+        return torch.cat([checkpoint(self._logprobs, *piece, use_reentrant=False) for piece in pieces])
 
     def sequence_logprobs(self, rows: Rows) -> Tensor:
         """Sums over the response tokens of each row: (B,) float32."""
@@ -105,8 +132,10 @@ class Scorer:
         return self._final(logits.float())
 
     def _logprobs(self, hidden: Tensor, target: Tensor) -> Tensor:  # (n, D), (n,) -> (n,)
-        logits = self._logits(hidden) / self.temperature
-        return logits.gather(1, target[:, None])[:, 0] - logits.logsumexp(dim=1)
+        logits = self._logits(hidden)
+        if self.temperature != 1.0:
+            logits = logits / self.temperature
+        return -cross_entropy(logits, target, reduction="none")
 
     @torch.no_grad()
     def _verify(self) -> None:

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Evaluation:
-    """`poll` gives the block to do now; `finish` hands it in. Over when `over`."""
+    """`poll` gives blocks to do, `finish` hands them in. Over when `over`."""
 
     def __init__(
         self,
@@ -43,28 +43,50 @@ class Evaluation:
         self._stopped, self._sleep = stopped, sleep
         first = offset % request.num_blocks
         self._order = [*range(first, request.num_blocks), *range(first)]
+        # Half of all at most: the rest is for other searchers, if there are any.
+        self._most_at_once = -(-request.num_blocks // 2)
+        self._at_work: list[EvalWork] = []
         self._prompts: PromptSet | None = None
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="evaluate")
-        self._next: Future[EvalWork | None] = self._executor.submit(self._find)
-        self._current: EvalWork | None = None
+        self._executor = ThreadPoolExecutor(2, thread_name_prefix="evaluate")
+        self._next: Future[EvalWork | None] | None = self._executor.submit(self._find)
+        self._puts: list[Future[None]] = []
         self.uploaded = 0
-        self.over = False
+        """Blocks of ours that are the ones in the bucket."""
+
+    @property
+    def looking(self) -> bool:
+        """Whether a block may be found any moment."""
+        return self._next is not None and len(self._at_work) < self._most_at_once
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to do here."""
+        return self._next is None and not self._at_work and all(f.done() for f in self._puts)
 
     def poll(self) -> EvalWork | None:
-        """A block to do, once; None while one is being looked for or done. Raises what the thread raised."""
-        if self.over or self._current is not None or not self._next.done():
+        """A block to do, each once; None while none is known or enough are at work. Raises what the threads raised."""
+        for put in self._puts:
+            if put.done():
+                put.result()
+        if self._next is None or not self._next.done() or len(self._at_work) >= self._most_at_once:
             return None
-        self._current = self._next.result()
-        self.over = self._current is None
-        return self._current
+        work = self._next.result()
+        self._next = None if work is None else self._executor.submit(self._find)
+        if work is not None:
+            self._at_work.append(work)
+        return work
+
+    def stop_looking(self) -> None:
+        """No more blocks: the evaluation is not wanted any more."""
+        self._next = None
 
     def finish(self, work: EvalWork) -> None:
-        """Upload a finished block and look for the next. A block of another evaluation is ignored."""
-        if work is not self._current:
+        """Upload a finished block. A block of another evaluation is ignored."""
+        if not any(w is work for w in self._at_work):
             return
+        self._at_work = [w for w in self._at_work if w is not work]
         block = work.result()
-        self._current = None
-        self._next = self._executor.submit(lambda: self._put(work.block, block) or self._find())
+        self._puts.append(self._executor.submit(self._put, work.block, block))
 
     def close(self) -> None:
         """Leave what is under way behind."""

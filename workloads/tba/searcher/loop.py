@@ -45,6 +45,9 @@ from tba.snapshots import Snapshot
 from tba.store import ObjectStore
 
 _IDLE_SECONDS = 0.05
+_LOOK_SECONDS = 1.0
+"""Visits wait so long for storage to say which block of an evaluation is next."""
+_LOOK_STEP_SECONDS = 0.002
 _SAY_SECONDS = 30.0
 _UNSCORED_PER_CAPACITY = 4
 """Responses that may wait for a reward, in multiples of the engine's capacity."""
@@ -87,6 +90,7 @@ class SearcherLoop:
         self._scored: queue.SimpleQueue[tuple[Work, int, Response, RewardResult]] = queue.SimpleQueue()
         self._shared: dict[tuple[int, int, str], Future[RewardResult]] = {}  # equal answers of one work
         self._evaluation: Evaluation | None = None
+        self._looked_since = 0.0
         self._policies: set[tuple[int, int]] = set()
         self._said_at = 0.0
         self._limits: tuple[float, int] | None = None
@@ -106,7 +110,7 @@ class SearcherLoop:
                 if self._a.exit_when_done:
                     self._wind_up()
                     return 0
-                self._pause("idle", "the run has ended")
+                self._pause("idle", "the run has ended", seconds=10 * _IDLE_SECONDS)
                 continue
             self.turn()
         self._wind_up()
@@ -126,8 +130,8 @@ class SearcherLoop:
             self._pause(*obstacle)
             return
         self._fill()
-        if a.engine.in_flight == 0:
-            self._pause("weights", "nothing to generate")
+        if a.engine.in_flight == 0:  # an evaluation's next block is being looked for
+            self._pause("idle", "nothing to generate", seconds=_LOOK_STEP_SECONDS)
             return
         started = time.monotonic()
         responses = a.engine.step()
@@ -189,6 +193,7 @@ class SearcherLoop:
             log.warning(SNAPSHOT_REJECTED, key=key, error="it asks for no evaluation")
             self._a.poller.evaluation_finished(key)
             return
+        self._looked_since = time.monotonic()
         self._evaluation = Evaluation(
             self._a.store,
             key,
@@ -201,15 +206,29 @@ class SearcherLoop:
         evaluation = self._evaluation
         assert evaluation is not None
         latest = self._a.poller.latest
-        work = evaluation.poll()
-        if work is not None:
-            self._submit_block(evaluation, work)
         withdrawn = latest is not None and latest.evaluation != evaluation.key
-        if evaluation.over or (withdrawn and not any(isinstance(w, EvalWork) for w, _ in self._slots.values())):
+        at_work = any(isinstance(work, EvalWork) for work, _ in self._slots.values())
+        if evaluation.over or (withdrawn and not at_work):
             self._a.stats.eval_blocks += evaluation.uploaded
             evaluation.close()
             self._a.poller.evaluation_finished(evaluation.key)
             self._evaluation = None
+        elif withdrawn:
+            evaluation.stop_looking()
+
+    def _fill_evaluation(self, evaluation: Evaluation) -> bool:
+        """Submit blocks up to the engine's capacity; whether visits should wait, because another is about to be found.
+
+        Weights stay as they are until an evaluation is over, so it goes first, and quickly.
+        """
+        engine = self._a.engine
+        while engine.in_flight < engine.capacity:
+            work = evaluation.poll()
+            if work is None:
+                break
+            self._looked_since = time.monotonic()
+            self._submit_block(evaluation, work)
+        return evaluation.looking and time.monotonic() - self._looked_since < _LOOK_SECONDS
 
     def _submit_block(self, evaluation: Evaluation, work: EvalWork) -> None:
         nonce = evaluation.key
@@ -238,6 +257,8 @@ class SearcherLoop:
         a = self._a
         if a.poller.has_staged and not self._may_swap() and self._evaluation is None:
             return  # BetweenBatches: run empty first
+        if self._evaluation is not None and self._fill_evaluation(self._evaluation):
+            return
         while a.engine.in_flight < a.engine.capacity:
             visit = Visit(
                 number=self._next_visit,
@@ -351,12 +372,12 @@ class SearcherLoop:
         self._a.poller.check()
         return True
 
-    def _pause(self, what: str, detail: str) -> None:
+    def _pause(self, what: str, detail: str, seconds: float = _IDLE_SECONDS) -> None:
         now = time.monotonic()
-        if now - self._said_at >= _SAY_SECONDS and what != "reward":
+        if now - self._said_at >= _SAY_SECONDS and what in ("weights", "storage"):
             self._said_at = now
             log.info(WEIGHTS_AWAITED if what == "weights" else DATA_AWAITED, awaited=what, detail=detail)
-        self._a.stopped.wait(_IDLE_SECONDS if what != "idle" else 10 * _IDLE_SECONDS)
+        self._a.stopped.wait(seconds)
         self._a.stats.waited(what, time.monotonic() - now)
 
     def _wind_up(self) -> None:
