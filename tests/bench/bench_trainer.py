@@ -59,7 +59,7 @@ class Shape:
 
 SHAPES = {
     "small": Shape(128, 4, 14, prompts=7, responses=20, prompt_tokens=12, max_response_tokens=64),
-    "vocabulary": Shape(256, 4, 49152, prompts=4, responses=6, prompt_tokens=24, max_response_tokens=96),
+    "vocabulary": Shape(256, 4, 49152, prompts=3, responses=6, prompt_tokens=24, max_response_tokens=64),
 }
 QUICK = {
     "small": Shape(128, 4, 14, prompts=4, responses=8, prompt_tokens=12, max_response_tokens=48),
@@ -89,7 +89,9 @@ def make_shard(shape: Shape) -> ShardBatch:
     for prompt in range(shape.prompts):
         prompt_tokens = rng.integers(0, shape.vocabulary, shape.prompt_tokens).tolist()
         for _ in range(shape.responses):
-            length = int(np.clip(rng.lognormal(np.log(0.3 * shape.max_response_tokens), 0.8), 1, shape.max_response_tokens))
+            length = int(
+                np.clip(rng.lognormal(np.log(0.3 * shape.max_response_tokens), 0.8), 1, shape.max_response_tokens)
+            )
             rows.append(
                 Trajectory(
                     prompt_id=prompt,
@@ -276,7 +278,7 @@ def measure(options: argparse.Namespace, name: str, shape: Shape) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--shape", choices=SHAPES, help="only this one")
     parser.add_argument("--quick", action="store_true", help="small batches, 3 repetitions; writes only with -o")

@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
-import tba.scoring as scoring
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import tba.scoring as scoring
 from tba.contracts.errors import UserError
 from tba.scoring import Scorer, pad_rows
-from transformers import LlamaConfig, LlamaForCausalLM
 
 PROMPTS = [np.array([1, 2, 3]), np.array([4]), np.array([5, 6])]
 RESPONSES = [np.array([7, 8]), np.array([9, 10, 11, 12]), np.array([13])]

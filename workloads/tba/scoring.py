@@ -19,7 +19,7 @@ from tba.contracts.errors import UserError
 LOGIT_CHUNK_BYTES = 64 * 1024**2
 """float32 logits alive at once."""
 BLOCK_PADDING_TOKENS = 256
-"""Padding that costs about as much as one more forward pass: a block holds no more of it."""
+"""Padding that costs about as much as one more forward pass over a small block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +64,22 @@ def pad_rows(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], dev
 
 
 def split_by_length(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Row numbers, longest first, in blocks that hold at most `BLOCK_PADDING_TOKENS` of padding."""
+    """Row numbers, longest first, in blocks whose padding stays below `BLOCK_PADDING_TOKENS` + 1/16 of their tokens.
+
+    The share keeps the number of blocks small, hence each large, when there are many long rows.
+    """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     block: list[int] = []
-    padding = 0
+    tokens = padding = 0
     for row in order:
-        padding += lengths[block[0]] - lengths[row] if block else 0
-        if padding > BLOCK_PADDING_TOKENS:
+        more = lengths[block[0]] - lengths[row] if block else 0
+        if padding + more > BLOCK_PADDING_TOKENS + tokens // 16:
             yield block
-            block, padding = [], 0
+            block, tokens, padding, more = [], 0, 0, 0
         block.append(row)
-    yield block
+        tokens, padding = tokens + lengths[row], padding + more
+    if block:
+        yield block
 
 
 def _response_positions(starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -3,13 +3,19 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
-import pytest
 from support.memory_store import MemoryStore
 
 from tba.contracts.config import Engine, LiveConfig, Model, Prompts, Reward, RunConfig, Sampling, Storage, Sync, Task
 from tba.contracts.keys import LATEST, EvalKey, ShardKey, WeightsKey
 from tba.contracts.records import (
-    EvalRequest, FileEntry, Latest, Outcome, RunRecord, RunState, ShardHeader, SnapshotManifest,
+    EvalRequest,
+    FileEntry,
+    Latest,
+    Outcome,
+    RunRecord,
+    RunState,
+    ShardHeader,
+    SnapshotManifest,
 )  # fmt: skip
 from tba.evaluation import decode_block
 from tba.prompts import PromptSet, PromptWalk
@@ -114,6 +120,8 @@ class Rig:
                 stopped=self.stopped,
                 exit_when_done=True,
                 grace_seconds=5.0,
+                load_prompts=lambda *_: PROMPTS,
+                idle_seconds=0.0,
             )  # fmt: skip # type: ignore[arg-type]
         )
 
@@ -145,11 +153,6 @@ class Rig:
             pass
         keys = sorted(k for k in self.store.objects if k.startswith("shards/"))
         return [(ShardKey.parse(k), decode_shard(self.store.objects[k].data, run_id=RUN)) for k in keys]
-
-
-@pytest.fixture(autouse=True)
-def no_waits(monkeypatch):
-    monkeypatch.setattr("tba.searcher.loop._IDLE_SECONDS", 0.0)
 
 
 def test_every_shard_holds_whole_visits_with_spans_and_rewards(tmp_path):
@@ -278,8 +281,7 @@ def test_the_end_of_the_run_ends_the_searcher_if_asked(tmp_path):
     rig.spool.close()
 
 
-def test_an_evaluation_is_done_with_exactly_its_weights_in_all_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluate, "load_prompt_set", lambda store, key: PROMPTS)
+def test_an_evaluation_is_done_with_exactly_its_weights_in_all_blocks(tmp_path):
     rig = Rig(tmp_path)
     request = EvalRequest(prompts="x", num_prompts=10, block_prompts=3, sampling="greedy", samples=1)
     key = rig.publish(4, evaluation=request)
@@ -310,13 +312,14 @@ def test_an_evaluation_is_done_with_exactly_its_weights_in_all_blocks(tmp_path, 
     assert rig.loop._held == newer
 
 
-def test_blocks_that_exist_are_left_out_and_a_lost_race_is_quiet(monkeypatch):
-    monkeypatch.setattr(evaluate, "load_prompt_set", lambda store, key: PROMPTS)
+def test_blocks_that_exist_are_left_out_and_a_lost_race_is_quiet():
     store = MemoryStore()
     key = WeightsKey(4, 1, "f" * 32)
     store.put_once(EvalKey(4, 1, "f" * 32, 2).path, b"done by another")
     request = EvalRequest(prompts="x", num_prompts=10, block_prompts=2, sampling="sample", samples=3)
-    evaluation = evaluate.Evaluation(store, key.path, request, offset=7, stopped=lambda: False)
+    evaluation = evaluate.Evaluation(
+        store, key.path, request, offset=7, stopped=lambda: False, load_prompts=lambda *_: PROMPTS
+    )
     seen = []
     while not evaluation.over:
         work = evaluation.poll()

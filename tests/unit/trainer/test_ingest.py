@@ -245,6 +245,46 @@ def test_shard_that_was_swept_between_list_and_get_is_passed_over():
         assert [a.key for a in loop.take(1)] == [key(1)]
 
 
+def test_shards_are_offered_in_key_order_though_several_are_read_at_once():
+    both, second = threading.Barrier(2, timeout=HANG), threading.Event()
+
+    class Slow(MemoryStore):
+        """The first shard's bytes come after the second's."""
+
+        def get(self, key):
+            if key.endswith(f"{0:010d}.arrow"):
+                both.wait()
+                assert second.wait(HANG)
+            elif key.endswith(f"{1:010d}.arrow"):
+                both.wait()
+            stored = super().get(key)
+            if key.endswith(f"{1:010d}.arrow"):
+                second.set()
+            return stored
+
+    store = Slow()
+    for seq in range(40):
+        store.put_once(key(seq), shard(seq))
+    with reading(store) as loop:
+        assert [a.key for a in loop.take(40)] == [key(seq) for seq in range(40)]
+
+
+def test_shards_before_one_that_cannot_be_read_are_offered_at_once():
+    class Unreadable(MemoryStore):
+        def get(self, key):
+            if key.endswith(f"{2:010d}.arrow"):
+                raise StoreUnavailable("no answer")
+            return super().get(key)
+
+    store = Unreadable()
+    for seq in range(5):
+        store.put_once(key(seq), shard(seq))
+    with reading(store) as loop:
+        assert [a.key for a in loop.take(2)] == [key(0), key(1)]
+        loop.whole_poll()
+        assert loop.ingestor.take(0.0) == []
+
+
 @pytest.mark.parametrize("method", ["list_after", "get"])
 def test_storage_that_does_not_answer_is_visible_and_passes(method):
     down = threading.Event()

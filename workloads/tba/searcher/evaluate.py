@@ -20,6 +20,7 @@ from tba.store import AccessDenied, AlreadyExists, NotFound, ObjectStore
 _RETRY_SECONDS = 1.0
 
 T = TypeVar("T")
+LoadPrompts = Callable[[ObjectStore, str], PromptSet]
 
 
 class Evaluation:
@@ -33,6 +34,7 @@ class Evaluation:
         *,
         offset: int,
         stopped: Callable[[], bool],
+        load_prompts: LoadPrompts = load_prompt_set,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """`offset`: any number; the block to begin with is its remainder."""
@@ -40,7 +42,7 @@ class Evaluation:
         self.request = request
         self._store = store
         self._weights = WeightsKey.parse(manifest_key)
-        self._stopped, self._sleep = stopped, sleep
+        self._stopped, self._load_prompts, self._sleep = stopped, load_prompts, sleep
         first = offset % request.num_blocks
         self._order = [*range(first, request.num_blocks), *range(first)]
         # Half of all at most: the rest is for other searchers, if there are any.
@@ -94,7 +96,7 @@ class Evaluation:
 
     def _find(self) -> EvalWork | None:
         if self._prompts is None:
-            self._prompts = self._patiently(lambda: load_prompt_set(self._store, self.request.prompts))
+            self._prompts = self._patiently(lambda: self._load_prompts(self._store, self.request.prompts))
             if self._prompts is None:
                 return None
         while self._order:

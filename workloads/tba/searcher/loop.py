@@ -32,11 +32,11 @@ from tba.log import (
     bind,
     log,
 )
-from tba.prompts import PromptSet, PromptWalk
+from tba.prompts import PromptSet, PromptWalk, load_prompt_set
 from tba.protocol.latest import TERMINAL
 from tba.rewards.sandbox import RewardCall, RewardPool, RewardResult
 from tba.searcher.engines.engine import Engine, Response
-from tba.searcher.evaluate import Evaluation
+from tba.searcher.evaluate import Evaluation, LoadPrompts
 from tba.searcher.spool import Spool
 from tba.searcher.stats import SearcherStats
 from tba.searcher.sync import Poller
@@ -44,7 +44,6 @@ from tba.searcher.work import EvalWork, Settled, Visit, Work, make_request, requ
 from tba.snapshots import Snapshot
 from tba.store import ObjectStore
 
-_IDLE_SECONDS = 0.05
 _LOOK_SECONDS = 1.0
 """Visits wait so long for storage to say which block of an evaluation is next."""
 _LOOK_STEP_SECONDS = 0.002
@@ -74,6 +73,8 @@ class Surroundings:
     stopped: threading.Event
     exit_when_done: bool
     grace_seconds: float
+    load_prompts: LoadPrompts = load_prompt_set
+    idle_seconds: float = 0.05
 
 
 class SearcherLoop:
@@ -110,7 +111,7 @@ class SearcherLoop:
                 if self._a.exit_when_done:
                     self._wind_up()
                     return 0
-                self._pause("idle", "the run has ended", seconds=10 * _IDLE_SECONDS)
+                self._pause("idle", "the run has ended", seconds=10 * self._a.idle_seconds)
                 continue
             self.turn()
         self._wind_up()
@@ -200,6 +201,7 @@ class SearcherLoop:
             request,
             offset=int(self._a.incarnation, 16),
             stopped=self._a.stopped.is_set,
+            load_prompts=self._a.load_prompts,
         )
 
     def _evaluate(self) -> None:
@@ -372,12 +374,12 @@ class SearcherLoop:
         self._a.poller.check()
         return True
 
-    def _pause(self, what: str, detail: str, seconds: float = _IDLE_SECONDS) -> None:
+    def _pause(self, what: str, detail: str, seconds: float | None = None) -> None:
         now = time.monotonic()
         if now - self._said_at >= _SAY_SECONDS and what in ("weights", "storage"):
             self._said_at = now
             log.info(WEIGHTS_AWAITED if what == "weights" else DATA_AWAITED, awaited=what, detail=detail)
-        self._a.stopped.wait(seconds)
+        self._a.stopped.wait(self._a.idle_seconds if seconds is None else seconds)
         self._a.stats.waited(what, time.monotonic() - now)
 
     def _wind_up(self) -> None:

@@ -1,15 +1,17 @@
 """Reads new shards in the background: list windows, fetch, verify, decode, queue for the training loop.
 
 Nothing is marked by deleting or renaming. What counts as ingested is decided by the loop's bookkeeping, inside the
-checkpoint; this thread only remembers what it has already queued.
+checkpoint; this thread only remembers what it has queued and the loop has not taken in yet.
 """
 
 import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 
 from tba.contracts.errors import CorruptObject, StoreUnavailable
 from tba.contracts.keys import ShardKey
@@ -21,6 +23,10 @@ from tba.store import NotFound, ObjectStore
 
 QUEUE_SHARDS = 256
 """Shards decoded ahead of the loop; beyond it the reader pauses."""
+READ_THREADS = 8
+"""Shards fetched at once: a distant store takes tens of milliseconds for each."""
+READ_AHEAD = 32
+"""Shards in flight or waiting for an earlier one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,11 +136,13 @@ class Ingestor:
             return arrivals
 
     def ingested(self, arrivals: list[Arrival]) -> None:
-        """The loop has counted these as ingested: their windows are no longer pending."""
+        """The loop has counted these as ingested (`is_ingested` says so): their windows are no longer pending."""
         with self._lock:
             for arrival in arrivals:
                 if arrival.window is not None:
                     self._pending[arrival.window] -= 1
+                if arrival.shard_id is not None:
+                    self._queued.discard(arrival.shard_id)
             self._pending = +self._pending
 
     def durable_window(self) -> int:
@@ -144,30 +152,29 @@ class Ingestor:
 
     def _run(self) -> None:
         try:
-            while not self._stop.is_set():
-                self._poll_guarded()
-                self._wake.wait(self._poll_seconds())
-                self._wake.clear()
+            with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="ingest") as readers:
+                while not self._stop.is_set():
+                    self._poll_guarded(readers)
+                    self._wake.wait(self._poll_seconds())
+                    self._wake.clear()
         except BaseException as error:
             self._error = error
 
-    def _poll_guarded(self) -> None:
+    def _poll_guarded(self, readers: Executor) -> None:
         try:
-            self._poll()
+            self._poll(readers)
             self.unavailable_since = None
         except StoreUnavailable as error:
             if self.unavailable_since is None:
                 self.unavailable_since = self._clock()
             log.warning(STORAGE_FAILED, task="ingest", error=str(error))
 
-    def _poll(self) -> None:
+    def _poll(self, readers: Executor) -> None:
         windows = self._windows.observed(self._commit(), self._clock())
         plan = windows.plan(starved=self._starved())
         listing = carry_out(plan, self._store.list_after)
-        for path in listing.keys:
-            arrival = self._read(path)
-            if arrival is not None:
-                self._put(arrival)
+        for arrival in self._arrivals(listing.keys, readers):
+            self._put(arrival)
             if self._stop.is_set():
                 return
         with self._lock:  # only now: everything listed is queued, hence pending
@@ -177,8 +184,10 @@ class Ingestor:
         with self._lock:
             if arrival.window is not None:
                 self._pending[arrival.window] += 1
-        if arrival.shard_id is not None:
-            self._queued.add(arrival.shard_id)
+            if arrival.shard_id is not None:
+                self._queued.add(arrival.shard_id)
+            else:
+                self._foreign.add(arrival.key)
         while not self._stop.is_set():
             try:
                 self._queue.put(arrival, timeout=0.5)
@@ -186,21 +195,34 @@ class Ingestor:
             except queue.Full:
                 continue
 
+    def _arrivals(self, paths: Iterable[str], readers: Executor) -> Iterator[Arrival]:
+        """What is new among listed keys, in their order. Raises: StoreUnavailable, after those before it."""
+        new = (path for path in paths if self._is_new(path))
+        while batch := list(islice(new, READ_AHEAD)):
+            for arrival in readers.map(self._read, batch):
+                if arrival is not None:
+                    yield arrival
+
+    def _is_new(self, path: str) -> bool:
+        shard_id = _shard_id(path)
+        if shard_id is None:
+            return path not in self._foreign
+        # In this order: the loop counts a shard as ingested before it leaves `_queued`.
+        return shard_id not in self._queued and not self._is_ingested(shard_id)
+
     def _read(self, path: str) -> Arrival | None:
-        try:
-            key = ShardKey.parse(path)
-        except ValueError:
-            return self._foreign_object(path)
-        shard_id = ShardId(key.incarnation, key.seq)
-        if shard_id in self._queued or self._is_ingested(shard_id):
-            return None
+        """In a reader's thread."""
+        if _shard_id(path) is None:
+            return Arrival(path, None, None, "not a shard key")
         try:
             return read_shard(self._store, path, self._binding)
         except NotFound:  # swept between list and get
             return None
 
-    def _foreign_object(self, path: str) -> Arrival | None:
-        if path in self._foreign:
-            return None
-        self._foreign.add(path)
-        return Arrival(path, None, None, "not a shard key")
+
+def _shard_id(path: str) -> ShardId | None:
+    try:
+        key = ShardKey.parse(path)
+    except ValueError:
+        return None
+    return ShardId(key.incarnation, key.seq)

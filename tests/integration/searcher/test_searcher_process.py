@@ -1,0 +1,134 @@
+"""The real process over a directory: it needs the bucket and nothing else."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.tiny_models import save_tiny
+
+from tba.contracts.config import Model, Prompts, Reward, RunConfig, Sampling, Task
+from tba.contracts.keys import LATEST, RUN, WeightsKey, new_nonce, prompts_key
+from tba.contracts.records import EvalRequest, Latest, RunRecord
+from tba.evaluation import decode_block
+from tba.models import LoadedModel, load_model, weight_tensors
+from tba.prompts import materialize
+from tba.scoring import Scorer, pad_rows
+from tba.shards import ShardBatch, decode_shard
+from tba.snapshots import publish_snapshot
+from tba.store import ObjectStore, open_store
+
+SAMPLES = 4
+
+
+def make_run(root: Path) -> tuple[ObjectStore, LoadedModel, RunRecord]:
+    """A bucket as a trainer leaves it after publishing version 0."""
+    save_tiny(root / "model", tied=True)
+    (root / "p.jsonl").write_text(
+        "".join(json.dumps({"question": f"{i}+{i}=", "answer": str(2 * i)}) + "\n" for i in range(8))
+    )
+    model = Model(uri="file://model", dtype="float32", max_model_len=40)
+    prompts = Prompts(uri="file://p.jsonl", chat_template="off")
+    loaded = load_model(model, base_dir=root)
+    sha, data = materialize(prompts, loaded.tokenizer, base_dir=root, max_prompt_tokens=20)
+    store = open_store(f"file://{root / 'store'}")
+    store.put_once(prompts_key(sha), data)
+    task = Task(prompts=prompts, reward=Reward(name="arithmetic"), sampling=Sampling(max_tokens=12))
+    record = RunRecord(
+        run_id=new_nonce(), owner="default/test", config=RunConfig(model=model, task=task), model_revision="r",
+        train_prompts=prompts_key(sha), samples_per_prompt=SAMPLES,
+    )  # fmt: skip
+    store.put_once(RUN, record.to_json())
+    return store, loaded, record
+
+
+def publish(store: ObjectStore, loaded: LoadedModel, version: int, *, request: EvalRequest | None = None) -> WeightsKey:
+    key = WeightsKey(version, 1, new_nonce())
+    tensors = {n: t.clone() for n, t in weight_tensors(loaded.model).items()}
+    publish_snapshot(store, key, tensors, assets=loaded.assets if version == 0 else {}, parent=None, evaluation=request)
+    try:
+        old = store.get(LATEST)
+        commit, etag = Latest.model_validate_json(old.data).commit + 1, old.etag
+    except KeyError:
+        commit, etag = 1, None
+    body = Latest(
+        commit=commit, epoch=1, version=version, step=version, manifest=key.path, nonce=new_nonce(),
+        evaluation=key.path if request else None,
+    )  # fmt: skip
+    store.cas(LATEST, body.to_json(), etag)
+    return key
+
+
+def shards(store: ObjectStore, record: RunRecord) -> list[ShardBatch]:
+    return [decode_shard(store.get(i.key).data, run_id=record.run_id) for i in store.list_after("shards/")]
+
+
+def newest(store: ObjectStore, record: RunRecord) -> int:
+    """Oldest-span version of the last row of the last shard."""
+    info = list(store.list_after("shards/"))[-1]
+    return int(decode_shard(store.get(info.key).data, run_id=record.run_id).policies()[1][-1])
+
+
+def wait_for(process: subprocess.Popen, condition, seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, "the searcher ended"
+        assert time.monotonic() < deadline, "nothing came"
+        time.sleep(0.5)
+
+
+def log_probability_errors(loaded: LoadedModel, batches: list[ShardBatch], version: int) -> list[float]:
+    """Of the sums of the first 64 responses sampled by `version` alone."""
+    rows = [r for b in batches for r in map(b.row, range(len(b)))]
+    rows = [r for r in rows if {s.version for s in r.spans} == {version}][:64]
+    pairs = pad_rows([np.array(r.prompt_tokens) for r in rows], [np.array(r.response_tokens) for r in rows], "cpu")
+    with torch.no_grad():
+        own = Scorer(loaded.model, temperature=1.0, compute_dtype=torch.float32).sequence_logprobs(pairs)
+    recorded = np.array([sum(r.sampler_logprobs or [np.nan]) for r in rows])
+    return np.abs(own.numpy() - recorded).tolist()
+
+
+@pytest.mark.timeout(280)
+def test_a_searcher_that_knows_the_bucket_alone_follows_weights_evaluates_and_ends_on_sigterm(tmp_path):
+    store, loaded, record = make_run(tmp_path)
+    request = EvalRequest(prompts=record.train_prompts, num_prompts=8, block_prompts=3, sampling="greedy", samples=1)
+    first = publish(store, loaded, 0, request=request)
+    env = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": "workloads"}
+    command = [sys.executable, "-m", "tba.cli", "searcher", "--storage", store.uri, "--name", "searcher-0"]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+    try:
+        blocks = f"eval/{0:010d}/{1:06d}-{first.nonce}/"
+        wait_for(
+            process, lambda: len(list(store.list_after(blocks))) == 3 and len(list(store.list_after("shards/"))) > 1
+        )
+        rows = [r for i in store.list_after(blocks) for r in decode_block(store.get(i.key).data).rows]
+        assert sorted(r.prompt_id for r in rows) == list(range(8))
+        before = log_probability_errors(loaded, shards(store, record)[:2], 0)
+        assert before and max(before) < 1e-4
+        with torch.no_grad():
+            for tensor in weight_tensors(loaded.model).values():
+                tensor.mul_(1.1)
+        publish(store, loaded, 2)
+        wait_for(process, lambda: newest(store, record) == 2)
+        after = log_probability_errors(loaded, shards(store, record)[-2:], 2)
+        assert after and max(after) < 1e-4
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 143
+    finally:
+        process.kill()
+        process.wait()
+        print((tmp_path / "log").read_text()[-3000:])
+    visits: dict[int, int] = {}
+    for batch in shards(store, record):
+        assert batch.header.searcher == "searcher-0"
+        for visit in batch.visits.tolist():
+            visits[visit] = visits.get(visit, 0) + 1
+    assert set(visits.values()) == {SAMPLES}
+    print(f"max |delta log p| {max(before + after):.1e} over {len(before + after)} responses")

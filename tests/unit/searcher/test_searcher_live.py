@@ -1,0 +1,34 @@
+import pytest
+
+from tba.contracts.config import LiveConfig, Storage, Sync
+from tba.contracts.errors import UserError
+from tba.contracts.runfile import LIVE_FILE
+from tba.searcher.live import LiveSettings
+
+
+def config(interval: float) -> LiveConfig:
+    return LiveConfig(storage=Storage(uri="file:///x"), sync=Sync(poll_interval_seconds=interval))
+
+
+def test_a_changed_file_is_followed_and_a_broken_one_changes_nothing(tmp_path):
+    now = [0.0]
+    file = tmp_path / LIVE_FILE
+    file.write_bytes(config(1.0).to_json())
+    live = LiveSettings(tmp_path, config(9.0), clock=lambda: now[0])
+    assert live().sync.poll_interval_seconds == 1.0
+    for text, expected in ((config(2.0).to_json(), 2.0), (b"{", 2.0), (config(3.0).to_json(), 3.0)):
+        new = tmp_path / "new"
+        new.write_bytes(text)
+        new.replace(file)
+        assert live().sync.poll_interval_seconds != 3.0  # not looked at within the second
+        now[0] += 1.0
+        assert live().sync.poll_interval_seconds == expected
+
+
+def test_without_a_directory_the_defaults_hold():
+    assert LiveSettings(None, config(9.0))().sync.poll_interval_seconds == 9.0
+
+
+def test_a_file_that_is_broken_at_the_start_is_refused(tmp_path):
+    with pytest.raises(UserError):
+        LiveSettings(tmp_path, config(9.0))
