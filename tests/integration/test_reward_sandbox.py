@@ -410,3 +410,10 @@ def test_the_example_of_the_how_to_runs(code):
     bad = Reward(entrypoint="my_reward:reward", parameters={"penalty": -1})
     with pytest.raises(UserError, match="must not be negative"):
         RewardPool(bad, num_workers=1, search_path=code)
+
+
+def test_processes_that_end_at_once_in_two_workers_leave_the_pool_working(code):
+    with make_pool(code, num_workers=2) as pool:
+        results = pool.score([RewardCall("exit", str(i), None) for i in range(12)])
+        assert [r.outcome for r in results] == [Outcome.FAILED] * 12
+        assert between_neighbours(pool, "good").reward == 7.0

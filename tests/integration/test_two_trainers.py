@@ -56,8 +56,7 @@ def test_a_trainer_that_is_told_to_stop_writes_a_checkpoint_of_that_very_step(tm
         run.searcher()
         trainer = run.trainer()
         run.wait_for(lambda latest: latest.version >= 4)
-        trainer.send_signal(signal.SIGTERM)
-        assert trainer.wait(30) == 143, run.tail()
+        assert run.stop(trainer) == [143], run.tail()
         history = read_history(run.store)
         assert CheckpointKey.parse(run.latest().checkpoint).step == history.steps[-1].step
 

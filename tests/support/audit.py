@@ -5,13 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
-from tba.contracts.config import LiveConfig
-from tba.contracts.keys import LATEST, SHARDS, ShardKey
-from tba.contracts.records import Latest, TrajectoryId
+from tba.contracts.keys import SHARDS, ShardKey
+from tba.contracts.records import TrajectoryId
 from tba.shards import decode_shard
 from tba.store import ObjectStore
-from tba.trainer.checkpoint import read_checkpoint
-from tba.trainer.replay import read_recorded, replay
+from tba.trainer.replay import read_recorded, replay, weights_that_differ
 
 
 @dataclass(frozen=True)
@@ -51,12 +49,9 @@ def audit(store: ObjectStore) -> Audit:
     return Audit(ingested, in_bucket)
 
 
-def weights_differ(store: ObjectStore, live: LiveConfig) -> list[str]:
+def weights_differ(store: ObjectStore) -> list[str]:
     """Names of tensors that differ, in any bit, between the newest checkpoint and an uninterrupted replay."""
     torch.set_num_threads(1)
-    learner = replay(store, live)
-    latest = Latest.model_validate_json(store.get(LATEST).data)
-    assert latest.checkpoint is not None
-    _, state = read_checkpoint(store, latest.checkpoint)
-    replayed = learner.policy.master_state()
-    return [n for n, t in state.tensors["master"].items() if not torch.equal(replayed[n], t)]
+    differing = weights_that_differ(store, replay(store))
+    assert differing is not None, "the replay ended at another step than the checkpoint"
+    return differing

@@ -14,7 +14,7 @@ from typing import Any
 from support.tiny_models import save_tiny
 
 from tba.contracts.job import TBAJob
-from tba.contracts.keys import LATEST
+from tba.contracts.keys import LATEST, SHARDS, ShardKey
 from tba.contracts.records import Latest
 from tba.contracts.runfile import write_config
 from tba.store import NotFound, ObjectStore, open_store
@@ -75,8 +75,8 @@ class Cluster:
         self.root = root
         self.job = job
         self.uri = job.spec.storage.uri
-        self._env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(env or {})}
-        self._env.pop("TBA_FAILPOINTS", None)
+        self.env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(env or {})}
+        self.env.pop("TBA_FAILPOINTS", None)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._logs = 0
         write_config(root / "config", job)
@@ -113,6 +113,23 @@ class Cluster:
             time.sleep(0.05)
         raise AssertionError(f"not reached within {timeout_seconds:.0f} s; latest is {self.latest()}\n{self.tail()}")
 
+    def shards(self) -> list[ShardKey]:
+        """Every shard in the bucket."""
+        return [ShardKey.parse(info.key) for info in self.store.list_after(SHARDS)]
+
+    def wait_for_shards(self, searchers: int, *, more_than: int = 0) -> None:
+        """Until the bucket holds more than so many shards, of at least so many searcher processes."""
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while len(keys := self.shards()) <= more_than or len({k.incarnation for k in keys}) < searchers:
+            assert time.monotonic() < deadline, f"{len(keys)} shards\n{self.tail()}"
+            time.sleep(0.1)
+
+    def stop(self, *processes: subprocess.Popen[bytes], within_seconds: float = 60.0) -> list[int]:
+        """SIGTERM; their exit codes."""
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+        return [process.wait(within_seconds) for process in processes]
+
     def tail(self, lines: int = 15) -> str:
         """The end of every log."""
         found = []
@@ -136,7 +153,7 @@ class Cluster:
     def _start(self, name: str, arguments: list[str], failpoints: str, env: dict[str, str]) -> subprocess.Popen[bytes]:
         self._logs += 1
         path = self.root / f"{self._logs:03d}-{name}.log"
-        environment = {**self._env, **env} | ({"TBA_FAILPOINTS": failpoints} if failpoints else {})
+        environment = {**self.env, **env} | ({"TBA_FAILPOINTS": failpoints} if failpoints else {})
         with path.open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "tba.cli", *arguments], stdout=log, stderr=log, env=environment

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import tba.scoring as scoring
 from tba.contracts.errors import UserError
@@ -81,6 +81,16 @@ def test_model_with_unknown_logit_transform_is_refused():
     model = Odd(tiny_model().config).eval()
     with pytest.raises(UserError, match="transforms its logits"):
         Scorer(model, temperature=1.0, compute_dtype=torch.float32)
+
+
+def test_logits_capped_in_bfloat16_are_recognised():
+    config = Gemma2Config(
+        vocab_size=30, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=8, initializer_range=1.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    scorer = Scorer(Gemma2ForCausalLM(config).eval(), temperature=1.0, compute_dtype=torch.bfloat16)
+    assert scorer.compute_dtype == torch.bfloat16
 
 
 def test_empty_response_is_refused():

@@ -101,6 +101,7 @@ class Scorer:
         self.compute_dtype = compute_dtype
         self._decoder: nn.Module = model.get_decoder()  # type: ignore[operator]
         self._head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
+        self._vocabulary = int(self._head.weight.shape[0])  # type: ignore[index]
         self._final = _final_transform(model.config)
         self._verify()
 
@@ -112,8 +113,7 @@ class Scorer:
     def token_logprobs(self, rows: Rows) -> Tensor:
         """log softmax(logits / T) of each response token: (N,) float32. Differentiable when gradients are on."""
         hidden = torch.cat([self._hidden(b.input_ids)[b.row, b.position] for b in rows.blocks])  # (N, D)
-        vocabulary = self._head.weight.shape[0]
-        chunk = max(1, LOGIT_CHUNK_BYTES // (4 * int(vocabulary)))
+        chunk = max(1, LOGIT_CHUNK_BYTES // (4 * self._vocabulary))
         pieces = list(zip(hidden.split(chunk), rows.target.split(chunk), strict=True))
         if not torch.is_grad_enabled() or len(pieces) == 1:
             return torch.cat([self._logprobs(*piece) for piece in pieces])
@@ -144,8 +144,9 @@ class Scorer:
 
     @torch.no_grad()
     def _verify(self) -> None:
-        size = int(self._head.weight.shape[0])
-        probe = torch.arange(1, 9, device=self.device)[None] % size
+        # In float32 whatever the run computes in: a model that caps its logits in bfloat16 differs by its rounding.
+        compute_dtype, self.compute_dtype = self.compute_dtype, torch.float32
+        probe = torch.arange(1, 9, device=self.device)[None] % self._vocabulary
         with self._autocast():
             expected = self.model(input_ids=probe, use_cache=False).logits.float()
         got = self._logits(self._hidden(probe)[0])[None]
@@ -155,6 +156,7 @@ class Scorer:
                 f"(max difference {(got - expected).abs().max().item():.3g}): use a model whose logits are its "
                 "output embedding of the last hidden state"
             )
+        self.compute_dtype = compute_dtype
 
 
 def _final_transform(config: object) -> Callable[[Tensor], Tensor]:

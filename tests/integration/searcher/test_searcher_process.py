@@ -13,7 +13,17 @@ import pytest
 import torch
 from support.tiny_models import save_tiny
 
-from tba.contracts.config import Model, Prompts, Reward, RunConfig, Sampling, Task
+from tba.contracts.config import (
+    LiveConfig,
+    Model,
+    Prompts,
+    Reward,
+    RunConfig,
+    Sampling,
+    SearcherSettings,
+    Storage,
+    Task,
+)
 from tba.contracts.keys import LATEST, RUN, WeightsKey, new_nonce, prompts_key
 from tba.contracts.records import EvalRequest, Latest, RunRecord
 from tba.evaluation import decode_block
@@ -40,9 +50,12 @@ def make_run(root: Path) -> tuple[ObjectStore, LoadedModel, RunRecord]:
     store = open_store(f"file://{root / 'store'}")
     store.put_once(prompts_key(sha), data)
     task = Task(prompts=prompts, reward=Reward(name="arithmetic"), sampling=Sampling(max_tokens=12))
+    live = LiveConfig(
+        storage=Storage(uri=f"file://{root / 'store'}"), searcher=SearcherSettings(samples_per_prompt=SAMPLES)
+    )
     record = RunRecord(
         run_id=new_nonce(), owner="default/test", config=RunConfig(model=model, task=task), model_revision="r",
-        train_prompts=prompts_key(sha), samples_per_prompt=SAMPLES,
+        train_prompts=prompts_key(sha), live=live,
     )  # fmt: skip
     store.put_once(RUN, record.to_json())
     return store, loaded, record

@@ -191,6 +191,13 @@ def test_ratio_weights_are_clipped_powers_of_the_ratio_and_detached() -> None:
     close(ratio_weights(policy, mu, alpha=0.0, clip=1.0), [[1.0, 1.0, 1.0]])
 
 
+def test_ratio_weights_stay_positive_for_a_group_that_the_policy_has_left_altogether() -> None:
+    policy, mu = torch.full((1, 4), -900.0), torch.zeros(1, 4)
+    weights = ratio_weights(policy, mu, alpha=1.0, clip=1.0)
+    assert bool((weights > 0).all())
+    trajectory_balance(policy, mu, torch.arange(4.0)[None], beta=BETA, weights=weights)
+
+
 def test_uncentred_kl_needs_permission_and_does_not_sum_to_zero() -> None:
     arguments = batch(2)
     with pytest.raises(UserError, match="allow_biased=True"):

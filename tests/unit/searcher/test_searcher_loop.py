@@ -84,7 +84,7 @@ class Rig:
         self.task = Task(prompts=Prompts(uri="file:///p"), reward=Reward(name="fake"), sampling=Sampling(max_tokens=40))
         config = RunConfig(model=Model(uri="file:///m"), task=self.task)
         record = RunRecord(
-            run_id=RUN, owner="d/n", config=config, model_revision="r", train_prompts="x", samples_per_prompt=SIZE
+            run_id=RUN, owner="d/n", config=config, model_revision="r", train_prompts="x", live=self.live
         )
         engine = build(Engine(type="fake", max_num_seqs=capacity, extra_args=fake), model=config.model)
         self.engine = engine if scored else Unscored(engine)

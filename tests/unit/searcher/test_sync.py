@@ -7,7 +7,7 @@ from tba.contracts.errors import CorruptObject, StoreUnavailable
 from tba.contracts.keys import LATEST, WeightsKey
 from tba.contracts.records import Latest
 from tba.searcher.sync import Poller
-from tba.store import NotFound
+from tba.store import AccessDenied, NotFound
 
 
 def key(version: int, epoch: int = 1) -> str:
@@ -83,7 +83,9 @@ def test_newer_weights_replace_staged_ones_that_nobody_took():
     assert taken is not None and taken.key == key(2)
 
 
-@pytest.mark.parametrize("error", [CorruptObject("flipped bit"), NotFound("gone")])
+@pytest.mark.parametrize(
+    "error", [CorruptObject("flipped bit"), NotFound("gone"), AccessDenied("gone, no right to list")]
+)
 def test_a_bad_snapshot_is_tried_again_with_growing_waits(error):
     rig = Rig()
     rig.publish(key(1))

@@ -92,6 +92,22 @@ def test_error_of_a_task_is_raised_once_where_the_caller_looks_next(collect):
     assert ran == [2]
 
 
+def test_check_leaves_the_error_of_a_task_that_still_runs_alone():
+    single, told, release = background(), threading.Event(), threading.Event()
+
+    def failing():
+        single._error = Fenced("told, but the thread has not ended")
+        told.set()
+        assert release.wait(HANG)
+
+    single.submit(failing)
+    assert told.wait(HANG)
+    single.check()
+    release.set()
+    with pytest.raises(Fenced):
+        single.join(HANG)
+
+
 def test_storage_failure_is_tried_again_with_visible_waiting_until_it_answers():
     clock = Clock()
     single, seen = background(clock=clock), []

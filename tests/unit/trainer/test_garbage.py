@@ -134,6 +134,16 @@ def test_a_shard_goes_only_when_every_kept_checkpoint_lists_it_and_no_buffer_hol
     assert late not in [held, live] and {new_path, young} <= set(bucket.store.objects)
 
 
+def test_the_live_buffer_is_looked_at_before_latest_is_read(monkeypatch):
+    bucket, seen = Bucket(), []
+    bucket.snapshot(0)
+    bucket.checkpoint(0)
+    check = bucket.committer.check
+    monkeypatch.setattr(bucket.committer, "check", lambda: (seen.append("latest"), check())[1])
+    sweep(bucket, replace(KEEP, delete_shards=True), held_by=lambda key: seen.append(key) or [])
+    assert seen[:2] == ["", "latest"]
+
+
 def test_shards_are_kept_unless_asked_otherwise_or_nobody_knows_what_buffers_hold():
     bucket = Bucket()
     shard, path = bucket.shard(0)

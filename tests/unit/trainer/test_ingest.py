@@ -2,7 +2,10 @@
 
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from support.learning import INCARNATION, RUN
 from support.memory_store import MemoryStore
@@ -108,6 +111,22 @@ BAD = {
     "another's seq": (shard(8), "header says"),
     "another's searcher": (shard(7, searcher="searcher-9"), "header says searcher-9"),
 }
+
+
+@pytest.mark.parametrize(
+    ("binding", "reason"),
+    [
+        (replace(BINDING, max_model_len=3), "4 tokens, beyond maxModelLen 3"),
+        (replace(BINDING, prompts=SimpleNamespace(prompt_tokens=lambda _: np.array([1, 3]))), "prompt set"),
+    ],
+)
+def test_sound_shard_that_does_not_fit_the_run_is_refused(binding, reason):
+    store = MemoryStore()
+    store.put_once(key(7), shard(7))
+    arrival = read_shard(store, key(7), binding)
+    assert arrival.batch is None and reason in arrival.reason
+    fitting = replace(BINDING, max_model_len=4, prompts=SimpleNamespace(prompt_tokens=lambda _: np.array([1, 2])))
+    assert read_shard(store, key(7), fitting).batch is not None
 
 
 @pytest.mark.parametrize("name", BAD)

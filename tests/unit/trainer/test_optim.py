@@ -124,6 +124,14 @@ def test_auto_clips_at_three_running_medians_after_warm_up():
     assert parameter.grad is not None and parameter.grad.item() == pytest.approx(CLIP_FACTOR * 4.5, rel=1e-4)
 
 
+def test_steps_without_any_gradient_do_not_make_auto_erase_the_first_real_one():
+    optimizer, parameter = scalar(optimizer={"maxGradNorm": "auto"})
+    for _ in range(CLIP_WINDOW):
+        single(0.0, optimizer, parameter)
+    assert not single(1.0, optimizer, parameter).clipped
+    assert parameter.grad is not None and parameter.grad.item() == 1.0
+
+
 def test_running_median_forgets_norms_older_than_its_window():
     optimizer, parameter = scalar(optimizer={"maxGradNorm": "auto"})
     for _ in range(CLIP_WINDOW):

@@ -189,6 +189,16 @@ def test_the_previous_pool_stays_while_a_sync_brings_no_complete_visit() -> None
     assert sampler.sample(buffer, 2, settings_).prompt_ids.tolist() == [2, 2]
 
 
+def test_visits_that_trickle_in_during_a_wait_join_the_pool_of_the_sync() -> None:
+    buffer, sampler = filled(visit(0, 0)), Sampler(0)
+    settings_ = conditions(3, 4, 2, ingest="AtSync", on_policy_probability=1.0)
+    sampler.on_sync(buffer)
+    for n, extend in ((1, False), (2, True), (3, True)):
+        buffer.add(new_rows(n, visit(n, n)))
+        sampler.on_sync(buffer, extend=extend)
+    assert set(sampler.sample(buffer, 2, settings_).prompt_ids.tolist()) == {1, 2, 3}
+
+
 # -- the replay branch
 
 

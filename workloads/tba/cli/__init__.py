@@ -19,6 +19,7 @@ COMMANDS = {
     "inspect": "What is in the bucket: shards, buffer, snapshots, checkpoint.",
     "export": "Write a snapshot as a Hugging Face model directory.",
     "eval": "Evaluate a snapshot or model directory: greedy or pass@k.",
+    "replay": "Train again offline from the recorded trajectories; compare with the checkpoint.",
     "pin": "Keep the checkpoint of a step from being swept.",
     "storage": "Check a bucket, serve one for development, sweep or delete a run.",
     "trainer": "The trainer process (container entry point).",

@@ -24,6 +24,6 @@ def command(
     if output.exists() and any(output.iterdir()):
         raise UserError(f"--output {output} is not empty: name a new directory")
     snapshot = read_snapshot(open_target(run, endpoint=endpoint, region=region), version)
-    write_directory(snapshot, output)
+    write_directory(snapshot.tensors, snapshot.assets, output)
     manifest = snapshot.manifest
     typer.echo(f"wrote version {manifest.version} (epoch {manifest.epoch}, {manifest.total_bytes} bytes) to {output}")

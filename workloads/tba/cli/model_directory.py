@@ -1,9 +1,11 @@
 """A snapshot of a run as a model directory, and a model directory as a snapshot."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors.torch import save_file
+from torch import Tensor
 
 from tba.cli.chain import find_assets, find_snapshot
 from tba.contracts.config import Model
@@ -23,17 +25,22 @@ def read_snapshot(store: ObjectStore, version: int | None) -> Snapshot:
     """A verified snapshot with its assets. Raises: UserError, CorruptObject, StoreUnavailable."""
     snapshot = fetch_snapshot(store, find_snapshot(store, version))
     if not snapshot.assets:
-        snapshot = dataclasses.replace(snapshot, assets=_assets_of(store, find_assets(store)))
+        snapshot = dataclasses.replace(snapshot, assets=newest_assets(store))
     return snapshot
 
 
-def write_directory(snapshot: Snapshot, folder: Path) -> None:
+def newest_assets(store: ObjectStore) -> dict[str, bytes]:
+    """Configuration and tokenizer of the run's model. Raises: UserError, CorruptObject, StoreUnavailable."""
+    return _assets_of(store, find_assets(store))
+
+
+def write_directory(tensors: Mapping[str, Tensor], assets: Mapping[str, bytes], folder: Path) -> None:
     """Write what `from_pretrained` reads. Weights come last: a directory that has them is whole."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_assets(snapshot.assets, folder)
+    write_assets(assets, folder)
     partial = folder / f".{WEIGHTS_FILE}.partial"
     # transformers refuses a file that does not say which framework wrote it.
-    save_file({n: t.contiguous() for n, t in snapshot.tensors.items()}, partial, metadata={"format": "pt"})
+    save_file({n: t.contiguous() for n, t in tensors.items()}, partial, metadata={"format": "pt"})
     partial.replace(folder / WEIGHTS_FILE)
 
 

@@ -79,13 +79,14 @@ def plain(summary: Summary) -> str:
         ("reward", summary.reward, ""),
         ("eval", summary.eval_score, ""),
         ("staleness", summary.staleness_mean, ""),
-        ("idle", summary.trainer_idle_percent, "%"),
         ("tokens/s", summary.generated_tokens_per_second, ""),
         ("version", summary.policy_version, ""),
         ("searchers", summary.searchers_alive, ""),
     ):
         if value is not None:
             parts.append(f"{name} {figure(value)}{unit}")
+    if summary.trainer_idle_percent is not None:
+        parts.append(f"idle {summary.trainer_idle_percent:.1f}%")
     if summary.eta_seconds is not None:
         parts.append(f"ETA {duration(summary.eta_seconds)}")
     return " · ".join(parts)
@@ -142,7 +143,7 @@ def _cells(s: Summary, history: History) -> list[tuple[str, str]]:
         ("reward", f"{_text(s.reward)}  {sparkline(rewards)}"),
         ("evaluation", f"{score}  {sparkline([r.pass_at_1 for r in history.evaluations], 12)}"),
         ("staleness", f"{_text(s.staleness_mean)} mean, {_text(s.staleness_max)} max"),
-        ("trainer idle", f"{_text(s.trainer_idle_percent)} %"),
+        ("trainer idle", "–" if s.trainer_idle_percent is None else f"{s.trainer_idle_percent:.1f} %"),
         ("generated", f"{_text(s.generated_tokens_per_second)} tokens/s"),
         ("trained", f"{_text(s.trained_tokens_per_second)} tokens/s"),
         ("searchers", f"{s.searchers_alive} alive"),

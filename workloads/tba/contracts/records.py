@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from pydantic import Field
 
 from tba.contracts.base import Contract
-from tba.contracts.config import RunConfig
+from tba.contracts.config import LiveConfig, RunConfig
 
 SCHEMA_VERSION = 1
 
@@ -255,8 +255,8 @@ class RunRecord(Contract):
     train_prompts: str
     """Key of the materialised training prompts."""
     eval_prompts: str | None = None
-    samples_per_prompt: int = Field(ge=2)
-    """S at creation; a searcher that is not told otherwise uses it."""
+    live: LiveConfig
+    """Live settings at creation, never compared: what a searcher or a replay that is told nothing else takes."""
 
 
 class IngestEntry(Contract):
@@ -267,6 +267,8 @@ class IngestEntry(Contract):
     """Key of the shard; empty for a sync mark."""
     synced: bool = False
     """AtSync only: here the rows ingested since the last mark became the most-on-policy pool."""
+    extended: bool = False
+    """Of a sync mark: they joined the pool in place of replacing it, for the trainer waited."""
     num_rows: int = Field(ge=0)
     """Rows ingested before de-duplication; 0 for a quarantined shard."""
     quarantined: str | None = None

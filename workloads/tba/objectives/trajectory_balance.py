@@ -12,6 +12,7 @@ import torch
 from tba.contracts.errors import UserError
 
 Scale = Literal["reward", "paper"]
+_LEAST_LOG_WEIGHT = -60.0  # 1e-26: no gradient to speak of, and far from float32's underflow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,8 +73,9 @@ def ratio_weights(
     mu is the trainer's own probability at first use, so that no engine's rounding enters. Source: system.md §5.
     """
     log_weight = alpha * (policy_logprobs.detach() - first_use_logprobs.detach())
-    # Clip in log space: exp of a large ratio would be inf before a clip after it.
-    return log_weight.clamp(max=math.log(clip)).exp()
+    # Clip in log space: exp of a large ratio would be inf before a clip after it. From below too: weights must stay
+    # positive, and a group that the policy has left altogether would otherwise have none.
+    return log_weight.clamp(min=_LEAST_LOG_WEIGHT, max=math.log(clip)).exp()
 
 
 def _mean(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -117,7 +117,7 @@ def _facts(s: Summary) -> list[tuple[str, str]]:
         ("Reward (last 20 steps)", number(s.reward)),
         ("Held-out score", score),
         ("Staleness mean / max", f"{number(s.staleness_mean)} / {number(s.staleness_max)}"),
-        ("Trainer idle", f"{number(s.trainer_idle_percent)} %" if s.trainer_idle_percent is not None else "–"),
+        ("Trainer idle", f"{s.trainer_idle_percent:.1f} %" if s.trainer_idle_percent is not None else "–"),
         ("Generated tokens / s", number(s.generated_tokens_per_second)),
         ("Trained tokens / s", number(s.trained_tokens_per_second)),
         ("Replay slots", f"{s.replay_slots} of {s.slots}"),

@@ -85,7 +85,7 @@ def summarise(history: History, now: float) -> Summary:
         eval_step=evaluation.step if evaluation else None,
         staleness_mean=weighted_mean(staleness),
         staleness_max=max(staleness, default=None),
-        trainer_idle_percent=_idle_percent(recent),
+        trainer_idle_percent=_idle_percent(history.steps),
         generated_tokens_per_second=_rate(recent, "generated_tokens"),
         trained_tokens_per_second=_rate(recent, "trained_tokens"),
         replay_ratio=last.replay_ratio if last else None,

@@ -23,6 +23,7 @@ from tba.rewards.frames import FrameReader, frame
 _PR_SET_PDEATHSIG = 1
 _READ_BYTES = 1 << 16
 _MAX_ERROR_CHARS = 300
+_MAX_REWARD = 3.4e38  # shards hold float32
 
 
 def main() -> None:
@@ -87,8 +88,8 @@ def _checked(call_id: int, value: object) -> list[Any]:
     if isinstance(value, bool) or not hasattr(value, "__float__"):
         return [call_id, None, "invalid", f"returned {type(value).__name__}, not a number: return a float"]
     reward = float(value)  # type: ignore[arg-type]
-    if not math.isfinite(reward):
-        return [call_id, None, "invalid", f"returned {reward}, not a finite number"]
+    if not math.isfinite(reward) or abs(reward) > _MAX_REWARD:
+        return [call_id, None, "invalid", f"returned {reward}, not a finite number (float32)"]
     return [call_id, reward]
 
 

@@ -6,6 +6,7 @@ Only the first call sent is running; the rest wait in the pipe. When the process
 rest go back to the pool.
 """
 
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -198,10 +199,11 @@ class Worker:
         """Kill the process now; calls in flight stay ours."""
         process, self.process = self.process, None
         if process is not None:
-            if not process.closed:
-                self._selector.unregister(process.socket)
-            if not process.output_closed:
-                self._selector.unregister(process.output)
+            # Their ends may have been seen by a drain outside of the selector: what stays registered would clash with
+            # the next process, which gets the same descriptors.
+            for file in (process.socket, process.output):
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(file)
             process.kill()
             self.killed.append(process)
         self.state = State.STOPPED

@@ -139,7 +139,7 @@ class Evaluation:
         while not self._stopped():
             try:
                 return action()
-            except StoreUnavailable as error:
+            except (StoreUnavailable, AccessDenied) as error:  # denied: credentials may be about to rotate
                 log.warning(STORAGE_RETRIED, task="evaluate", error=str(error))
                 self._sleep(_RETRY_SECONDS)
         return None

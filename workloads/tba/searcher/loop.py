@@ -189,9 +189,10 @@ class SearcherLoop:
             self._a.poller.evaluation_finished(key)
             return
         self._a.poller.evaluation_started(key)
-        request = self._manifest.evaluation if self._manifest else None
+        # The poller may count weights as held that the engine has refused.
+        request = self._manifest.evaluation if self._manifest and self._held == key else None
         if request is None:
-            log.warning(SNAPSHOT_REJECTED, key=key, error="it asks for no evaluation")
+            log.warning(SNAPSHOT_REJECTED, key=key, error="it asks for no evaluation, or the engine has other weights")
             self._a.poller.evaluation_finished(key)
             return
         self._looked_since = time.monotonic()

@@ -13,17 +13,16 @@ from types import FrameType
 from pydantic import ValidationError
 
 from tba import telemetry
-from tba.contracts.config import Engine as EngineSettings
-from tba.contracts.config import LiveConfig, SearcherSettings, Storage
+from tba.contracts.config import LiveConfig, Storage
 from tba.contracts.errors import CorruptObject, UserError
 from tba.contracts.keys import RUN, new_nonce
 from tba.contracts.records import RunRecord, ShardHeader
 from tba.contracts.runfile import RunFile, read_run_file
+from tba.live import LiveSettings
 from tba.log import DATA_AWAITED, PROCESS_STARTED, SIGNAL_RECEIVED, bind, configure, log
 from tba.prompts import PromptWalk, load_prompt_set
 from tba.rewards.sandbox import RewardPool
 from tba.searcher.engines import build, can_run_vllm
-from tba.searcher.live import LiveSettings
 from tba.searcher.loop import SearcherLoop, Surroundings
 from tba.searcher.spool import Spool, SpoolLimits, shard_seconds
 from tba.searcher.stats import SearcherStats
@@ -79,9 +78,14 @@ def run_searcher(options: SearcherOptions) -> int:
         record = await_record(store, stopped, beat=heartbeat.beat)
         if record is None:
             return TERMINATED_EXIT
+        if options.config_dir is None:
+            live = LiveSettings(None, _as_recorded(record, options.storage))
         loop = _assemble(options, run_file, record, live, store, stopped, heartbeat, stack)
         ready[0] = lambda: loop.ready
-        return loop.run()
+        code = loop.run()
+        if stopped.is_set():
+            log.info(SIGNAL_RECEIVED, detail="asked to end: what was finished has been uploaded or stays in the spool")
+        return code
 
 
 def await_record(store: ObjectStore, stopped: threading.Event, *, beat: Callable[[], None]) -> RunRecord | None:
@@ -175,9 +179,7 @@ def _assemble(
             walk=PromptWalk(len(prompts), record.config.objective.seed, incarnation),
             incarnation=incarnation,
             settings=live,
-            samples_per_prompt=lambda: (
-                live().searcher.samples_per_prompt if options.config_dir else record.samples_per_prompt
-            ),
+            samples_per_prompt=lambda: live().searcher.samples_per_prompt,
             stats=stats,
             stopped=stopped,
             exit_when_done=options.exit_when_done,
@@ -188,11 +190,19 @@ def _assemble(
 
 
 def _defaults(uri: str) -> LiveConfig:
-    """Of a searcher that is told nothing but the bucket: the best engine of this machine."""
-    engine = EngineSettings(type="vllm" if can_run_vllm() else "transformers")
+    """Of a searcher that is told nothing but the bucket, until it has read run.json there."""
     if not uri.startswith(("s3://", "file://")):
         raise UserError(f"--storage must begin with s3:// or file://, got {uri!r}")
-    return LiveConfig(storage=Storage(uri=uri), searcher=SearcherSettings(engine=engine))
+    return LiveConfig(storage=Storage(uri=uri))
+
+
+def _as_recorded(record: RunRecord, uri: str) -> LiveConfig:
+    """The run's first live settings, with this searcher's own way to the bucket and an engine that runs here."""
+    engine = record.live.searcher.engine
+    if engine.type == "vllm" and not can_run_vllm():
+        engine = engine.model_copy(update={"type": "transformers"})
+    searcher = record.live.searcher.model_copy(update={"engine": engine})
+    return record.live.model_copy(update={"storage": Storage(uri=uri), "searcher": searcher})
 
 
 def _open(live: LiveConfig, uri: str) -> ObjectStore:
@@ -228,9 +238,8 @@ def _limit_threads(threads: int) -> None:
 
 
 def _stop_on_sigterm(stopped: threading.Event) -> None:
-    def stop(signum: int, _frame: FrameType | None) -> None:
-        log.info(SIGNAL_RECEIVED, signal=signal.Signals(signum).name)
-        stopped.set()
+    def stop(_signum: int, _frame: FrameType | None) -> None:
+        stopped.set()  # and no logging: the main thread may hold the log's lock right now
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, stop)

@@ -191,7 +191,7 @@ class Poller:
         started = time.perf_counter()
         try:
             snapshot = self._fetch(self._store, key)
-        except (CorruptObject, NotFound) as error:
+        except (CorruptObject, NotFound, AccessDenied) as error:  # denied: so S3 answers for one that was swept
             self._put_off(key, error)
             return
         self._retries.pop(key, None)

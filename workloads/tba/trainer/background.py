@@ -55,6 +55,8 @@ class Background:
 
     def check(self) -> None:
         """Raise the error of a finished task, once."""
+        if self.busy:  # it may set its error between the look and the reset below
+            return
         error, self._error = self._error, None
         if error is not None:
             raise error

@@ -10,7 +10,6 @@ import numpy as np
 from tba.contracts.history import LengthRow, SearcherRow
 from tba.shards import ShardBatch
 
-
 _PLAIN = (
     "trained_rows",
     "trained_tokens",

@@ -53,10 +53,12 @@ class Sweeper:
         """
         if held_by is None:
             retention = replace(retention, delete_shards=False)
+        # The live buffer before `latest`: a checkpoint that is captured but not committed yet holds no other rows.
+        live = held_by("") if retention.delete_shards and held_by is not None else ()
         view = self._view(retention, frozenset(references))
         held = None
         if retention.delete_shards and held_by is not None and not view.chain_broken:
-            held = {key: held_by(key) for key in (*kept_checkpoints(view, retention), "")}
+            held = {key: held_by(key) for key in kept_checkpoints(view, retention)} | {"": live}
         sizes = {o.key: o.size for o in view.objects if isinstance(o, ObjectInfo)}
         return self._delete(garbage(view, retention, held), sizes)
 

@@ -13,10 +13,13 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 
+import numpy as np
+
 from tba.contracts.errors import CorruptObject, StoreUnavailable
 from tba.contracts.keys import ShardKey
 from tba.contracts.records import ShardId
 from tba.log import STORAGE_FAILED, log
+from tba.prompts import PromptSet
 from tba.protocol.windows import Windows, carry_out
 from tba.shards import ShardBatch, decode_shard
 from tba.store import NotFound, ObjectStore
@@ -48,6 +51,22 @@ class Binding:
     run_id: str
     num_prompts: int
     vocabulary: int
+    max_model_len: int | None = None
+    """Prompt plus response tokens; null: not checked."""
+    prompts: PromptSet | None = None
+    """Whose tokens each prompt must have; null: not checked."""
+
+    def misfit(self, batch: ShardBatch) -> str | None:
+        """Why a sound shard may not be trained on here. The buffer believes a shard's tokens, and would for good."""
+        lengths = np.diff(batch.prompt_offsets) + np.diff(batch.response_offsets)
+        longest = int(lengths.max(initial=0))
+        if self.max_model_len is not None and longest > self.max_model_len:
+            return f"a row has {longest} tokens, beyond maxModelLen {self.max_model_len}"
+        if self.prompts is not None and len(batch):
+            expected = np.concatenate([self.prompts.prompt_tokens(int(i)) for i in batch.prompt_ids])
+            if not np.array_equal(batch.prompt_tokens, expected):
+                return "prompt tokens are not those of the run's prompt set"
+        return None
 
 
 def read_shard(store: ObjectStore, path: str, binding: Binding) -> Arrival:
@@ -66,6 +85,9 @@ def read_shard(store: ObjectStore, path: str, binding: Binding) -> Arrival:
         )
     except CorruptObject as error:
         return Arrival(path, shard_id, None, str(error), key.window)
+    misfit = binding.misfit(batch)
+    if misfit is not None:
+        return Arrival(path, shard_id, None, misfit, key.window)
     if batch.header.id != shard_id or batch.header.searcher != key.searcher:
         reason = f"header says {batch.header.searcher} {batch.header.id}, key says {key.searcher} {shard_id}"
         return Arrival(path, shard_id, None, reason, key.window)

@@ -23,7 +23,7 @@ from tba import telemetry
 from tba.contracts.config import LiveConfig
 from tba.contracts.errors import CorruptObject, Fenced, StoreUnavailable
 from tba.contracts.history import EvalRow, EventRow, QuarantineRow
-from tba.contracts.keys import new_nonce
+from tba.contracts.keys import WeightsKey, new_nonce
 from tba.contracts.records import IngestEntry, RunState, ShardId
 from tba.failpoints import failpoint
 from tba.log import (
@@ -142,6 +142,10 @@ class Trainer:
         self._published_version = self._committer.latest.version
         self._shards_since_commit = 0
         self._synced_step = -1
+        self._extends_sync = False  # AtSync: the next rows join the pool of this wait in place of replacing it
+        self._open_entries: list[IngestEntry] = []  # of the ingest log, since the last step
+        for entry in ready.carried:
+            self._log_ingest(entry)
         self.tracker = Tracker(
             run_id=ready.record.run_id,
             pod_uid=os.environ.get("TBA_POD_UID"),
@@ -182,14 +186,15 @@ class Trainer:
         self._journals.start()
         self._evaluator.start()
         wanted = self._committer.latest.evaluation
-        if wanted is not None:
+        # A fallback to an older checkpoint may have rolled back further than the take-over knew.
+        if wanted is not None and WeightsKey.parse(wanted).version <= self._book.step:
             self._expect(wanted)
         # Searchers follow the restored weights at once; a fresh run shows version 0.
         self._publish(evaluate=self._ready.fresh or self._learner.step == self._total)
-        self._publisher.background.join()
+        self._join(self._publisher.background)
         if self._ready.fresh:
             self._checkpoint()
-            self._checkpointer.join()
+            self._join(self._checkpointer)
         self._ingestor.start()
 
     def _train_step(self) -> None:
@@ -200,6 +205,8 @@ class Trainer:
         self.tracker.state, self.tracker.detail = "Training", ""
         started = time.monotonic()
         result = self._learner.train_step(self._live(), self._epoch)
+        self._open_entries = []
+        self._extends_sync = False
         step = self._learner.step
         failpoint("step.after_update")
         seconds = time.monotonic() - started
@@ -213,7 +220,9 @@ class Trainer:
         due = self._evaluation_due(step)
         if step % live.sync.interval_steps == 0 or due or step == self._total:
             self._publish(evaluate=due)
-        if step % live.storage.checkpoints.every_steps == 0 or step == self._total or result.reference_changed:
+        # A moving average changes at every step: it travels in the checkpoints that are due anyway.
+        reset = result.reference_changed and self._learner.policy.caches_reference
+        if step % live.storage.checkpoints.every_steps == 0 or step == self._total or reset:
             self._checkpoint()
 
     def _end(self) -> None:
@@ -269,11 +278,18 @@ class Trainer:
         self._shards_since_commit += len(accepted)
         self._clocks.data = time.monotonic()
         if at_sync:
-            self._learner.sampler.on_sync(self._learner.buffer)
-            self._ingest_log.append(IngestEntry(before_step=self._learner.step + 1, key="", num_rows=0, synced=True))
+            extend = self._extends_sync
+            self._learner.sampler.on_sync(self._learner.buffer, extend=extend)
+            step = self._learner.step + 1
+            self._log_ingest(IngestEntry(before_step=step, key="", num_rows=0, synced=True, extended=extend))
+            self._extends_sync = self._waiting is not None
         self.tracker.searchers = self._learner.counters.alive(time.time())
         self.tracker.trajectories = self._learner.counters.ingested_rows
         log.debug(SHARDS_INGESTED, shards=len(accepted), rows=self._learner.counters.ingested_rows)
+
+    def _log_ingest(self, entry: IngestEntry) -> None:
+        self._open_entries.append(entry)
+        self._ingest_log.append(entry)
 
     def _published_step(self) -> int:
         k = self._live().sync.interval_steps
@@ -294,7 +310,7 @@ class Trainer:
                 reason = str(error)
         if arrival.shard_id is not None:
             self._book = self._book.ingest(arrival.shard_id)
-            self._ingest_log.append(
+            self._log_ingest(
                 IngestEntry(
                     before_step=self._learner.step + 1, key=arrival.key, num_rows=rows, quarantined=reason or None
                 )
@@ -335,6 +351,9 @@ class Trainer:
     # -- weights and state out
 
     def _publish(self, *, evaluate: bool) -> None:
+        waited = time.monotonic()
+        self._join(self._publisher.background)
+        self._wait_storage += time.monotonic() - waited
         started = time.monotonic()
         tensors = self._learner.policy.stage()
         staged = time.monotonic() - started
@@ -373,7 +392,9 @@ class Trainer:
         )
         self._book = book
         state = self._learner.state()
-        facts = {**state.facts, "version0": self._version0}
+        # What was ingested since the last step is in this state, but this epoch's log of it ends with this epoch.
+        carried = [entry.to_json().decode() for entry in self._open_entries]
+        facts = {**state.facts, "version0": self._version0, "carried": carried}
         manifest = book.manifest(new_nonce(), [])
         detached = TrainerState(state.tensors, facts)
 
@@ -408,10 +429,13 @@ class Trainer:
 
     def _after_evaluation(self, pending: Pending, row: EvalRow) -> None:
         """In the evaluate thread. A row of an older trainer's snapshot is kept only if its step survived."""
-        self._history.append(row)
-        self._scores.append(row.pass_at_1)
-        self.tracker.eval_score = row.pass_at_1
-        log.info(EVALUATION_COMPLETED, policy_version=row.step, pass_at_1=row.pass_at_1, pass_at_k=row.pass_at_k)
+        if row.num_prompts:
+            self._history.append(row)
+            self._scores.append(row.pass_at_1)
+            self.tracker.eval_score = row.pass_at_1
+            log.info(EVALUATION_COMPLETED, policy_version=row.step, pass_at_1=row.pass_at_1, pass_at_k=row.pass_at_k)
+        else:  # nothing could be scored: that is a failure, not a score of 0
+            self._event("evaluation_failed", f"version {row.step}: {row.failed} responses, none with a reward")
         try:
             self._committer.commit(lambda current, nonce: evaluation_done(current, pending.manifest_key, nonce))
         except (StoreUnavailable, Fenced) as error:
@@ -461,13 +485,16 @@ class Trainer:
             self._book = self._book.evaluated(self._scores.popleft())
 
     def _join(self, background: Background) -> None:
-        """Wait for a background task, visibly."""
+        """Wait for a background task, visibly. Raises: Terminated if SIGTERM came and storage does not answer."""
         while not background.join(0.5):
             since = background.waiting_since  # read once: the thread resets it
             if since is not None:
                 waited = time.monotonic() - since
                 self.tracker.state = "WaitingForStorage"
                 self.tracker.detail = f"storage has not answered for {waited:.0f} s"
+                if self._stop.is_set():
+                    log.warning(CHECKPOINT_SKIPPED, reason=self.tracker.detail)
+                    raise Terminated
             self._heartbeat.beat()
 
     def _flush_journals(self) -> None:

@@ -14,15 +14,13 @@ from types import FrameType
 import torch
 
 from tba import telemetry
-from tba.contracts.config import LiveConfig
-from tba.contracts.errors import UserError
-from tba.contracts.runfile import LIVE_FILE, read_live_config, read_run_file
-from tba.log import CONFIG_REFUSED, CONFIG_RELOADED, RUN_FINISHED, SIGNAL_RECEIVED, configure, log
+from tba.contracts.runfile import read_run_file
+from tba.live import LiveSettings
+from tba.log import RUN_FINISHED, SIGNAL_RECEIVED, configure, log
 from tba.trainer.loop import Terminated, Trainer
 from tba.trainer.startup import AlreadyComplete, prepare
 
 TERMINATED_EXIT = 143
-RELOAD_SECONDS = 2.0
 STEP_BUDGET_SECONDS = 900.0
 """Liveness: a step, a checkpoint capture or a start-up phase may take so long."""
 DEFAULT_GRACE_SECONDS = 600.0
@@ -42,60 +40,31 @@ class TrainerOptions:
     log_file: Path | None = None
 
 
-class LiveFile:
-    """The newest readable `live.json`; a broken one is refused and the old one kept."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._path = directory / LIVE_FILE
-        self._stamp = self._path.stat().st_mtime_ns if self._path.exists() else 0
-        self.current: LiveConfig = read_live_config(directory)
-
-    def watch(self, stop: threading.Event) -> None:
-        """Re-read on change until `stop`."""
-        while not stop.wait(RELOAD_SECONDS):
-            self.reload()
-
-    def reload(self) -> None:
-        """Re-read if the file changed."""
-        try:
-            stamp = self._path.stat().st_mtime_ns
-            if stamp == self._stamp:
-                return
-            self._stamp = stamp
-            self.current = read_live_config(self._directory)
-            log.info(CONFIG_RELOADED, path=str(self._path))
-        except (OSError, UserError) as error:
-            log.error(CONFIG_REFUSED, path=str(self._path), error=str(error))
-
-
 def run_trainer(options: TrainerOptions) -> int:
     """Train until the run is complete; returns the exit code 0 or 143.
 
     Raises: UserError (64), StoreUnavailable (2), Fenced (3); anything else is a crash (1).
     """
     run = read_run_file(options.config_dir)
-    live = LiveFile(options.config_dir)
+    live = LiveSettings(options.config_dir)
     configure(role="trainer", run=run.name, file=options.log_file)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    stop, ended = threading.Event(), threading.Event()
+    stop = threading.Event()
     heartbeat = telemetry.Heartbeat(STEP_BUDGET_SECONDS)
-    threading.Thread(target=live.watch, args=(ended,), name="live", daemon=True).start()
     with _signals(stop):
         try:
-            ready = prepare(run, live.current, options.storage or live.current.storage.uri)
-            trainer = Trainer(
-                ready, lambda: live.current, stop=stop, heartbeat=heartbeat, grace_seconds=options.grace_seconds
-            )
+            ready = prepare(run, live(), options.storage or live().storage.uri)
+            if stop.is_set():  # nothing has been trained yet: nothing to save
+                raise Terminated
+            trainer = Trainer(ready, live, stop=stop, heartbeat=heartbeat, grace_seconds=options.grace_seconds)
             with _http(options.port, heartbeat, trainer):
                 trainer.run()
         except AlreadyComplete as done:
             log.info(RUN_FINISHED, detail=str(done))
         except Terminated:
+            log.info(SIGNAL_RECEIVED, detail="asked to end: stopped between two steps")
             return TERMINATED_EXIT
-        finally:
-            ended.set()
     return 0
 
 
@@ -103,9 +72,8 @@ def run_trainer(options: TrainerOptions) -> int:
 def _signals(stop: threading.Event) -> Iterator[None]:
     """SIGTERM and SIGINT end the loop between two steps."""
 
-    def handle(number: int, _frame: FrameType | None) -> None:
-        log.info(SIGNAL_RECEIVED, signal=signal.Signals(number).name)
-        stop.set()
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        stop.set()  # and no logging: the main thread may hold the log's lock right now
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

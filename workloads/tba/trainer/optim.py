@@ -100,5 +100,7 @@ class Optimizer:
         if setting is None or self._objective.loss_scale == "Paper":
             return None
         if setting == "auto":
-            return CLIP_FACTOR * median(self._norms) if len(self._norms) >= CLIP_WARMUP else None
+            # Steps without any signal (norm 0) say nothing about scale: a limit of 0 would erase the first real one.
+            norms = [norm for norm in self._norms if norm > 0]
+            return CLIP_FACTOR * median(norms) if len(norms) >= CLIP_WARMUP else None
         return float(setting)

@@ -80,16 +80,19 @@ def surviving_entries(store: ObjectStore, lineage: Lineage) -> Iterator[IngestEn
 
 def replay(
     store: ObjectStore,
-    live: LiveConfig,
     *,
+    live: LiveConfig | None = None,
     steps: int | None = None,
     on_step: Callable[[Learner, StepResult], None] | None = None,
 ) -> Learner:
     """Train from version 0 for `steps` (default: to the newest checkpoint) over the recorded shards.
 
+    `live`: settings of the run if they changed after its start; default those recorded in run.json.
+
     Raises: CorruptObject if a recorded shard cannot be read any more; UserError without a run.
     """
     recorded = read_recorded(store)
+    live = live or recorded.record.live
     learner = _begin(store, recorded)
     book = Bookkeeping(epoch=recorded.latest.epoch, lineage=recorded.lineage)
     pending = list(reversed(recorded.entries))
@@ -104,9 +107,21 @@ def replay(
     return learner
 
 
+def weights_that_differ(store: ObjectStore, learner: Learner) -> list[str] | None:
+    """Tensors that differ in any bit from the newest checkpoint's masters; None if that is of another step."""
+    latest = Latest.model_validate_json(store.get(LATEST).data)
+    if latest.checkpoint is None:
+        return None
+    manifest, state = read_checkpoint(store, latest.checkpoint)
+    if manifest.step != learner.step:
+        return None
+    mine = learner.policy.master_state()
+    return [name for name, tensor in state.tensors["master"].items() if not torch.equal(mine[name], tensor)]
+
+
 def _ingest(store: ObjectStore, recorded: Recorded, learner: Learner, book: Bookkeeping, entry: IngestEntry) -> None:
     if entry.synced:
-        learner.sampler.on_sync(learner.buffer)
+        learner.sampler.on_sync(learner.buffer, extend=entry.extended)
         return
     if entry.quarantined is not None:
         return

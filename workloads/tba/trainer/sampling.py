@@ -97,13 +97,13 @@ class Sampler:
         self.mop_recycles = 0  # cumulative
         self.trained_rows = 0  # P * K a batch, cumulative
 
-    def on_sync(self, buffer: ReplayBuffer) -> None:
+    def on_sync(self, buffer: ReplayBuffer, *, extend: bool = False) -> None:
         """A snapshot was published: under AtSync the visits completed since the last call become the pool.
 
-        If there are none, the old pool stays. The caller adds held-back shards right before, and calls this once when
-        the initial fill is complete (until then every visit is in the pool). Without effect on Continuous.
+        If there are none, the old pool stays. The caller adds held-back shards right before. `extend`: they join the
+        pool in place of replacing it, for what trickles in while the trainer waits. Without effect on Continuous.
         """
-        start = 0 if self._sync is None else self._sync[1]
+        start = 0 if self._sync is None else self._sync[0 if extend else 1]
         if buffer.complete_visits > start:
             self._sync = (start, buffer.complete_visits)
 

@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ import torch
 
 from tba.contracts.config import LiveConfig, Prompts
 from tba.contracts.errors import CorruptObject, UserError
-from tba.contracts.keys import LATEST, RUN, new_nonce, prompts_key
-from tba.contracts.records import EvalRequest, Latest, Lineage, RunRecord, RunState, ShardId
+from tba.contracts.keys import CHECKPOINTS, LATEST, RUN, new_nonce, prompts_key
+from tba.contracts.records import EvalRequest, IngestEntry, Latest, Lineage, RunRecord, RunState, ShardId
 from tba.contracts.runfile import RunFile
 from tba.log import EPOCH_TAKEN, MODEL_LOADED, PROMPTS_MATERIALISED, log
 from tba.models import LoadedModel, build_model, load_model, load_weights
@@ -62,6 +62,8 @@ class Ready:
     eval_request: EvalRequest | None
     version0: str | None
     """Manifest key of version 0; None until it is published."""
+    carried: list[IngestEntry] = field(default_factory=list)
+    """Ingested in the restored state but after its last step: to be logged again, for the epoch before is cut there."""
 
 
 class AlreadyComplete(Exception):
@@ -164,6 +166,7 @@ def _resume(store: ObjectStore, record: RunRecord, committer: Committer, prompts
         fresh=False,
         eval_request=_eval_request(store, record),
         version0=version0.key,
+        carried=[IngestEntry.model_validate_json(entry) for entry in state.facts.get("carried", ())],
     )
 
 
@@ -195,7 +198,7 @@ class ShardReader:
 def binding(record: RunRecord, prompts: PromptSet, model: torch.nn.Module) -> Binding:
     """What shards of this run may refer to."""
     vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-    return Binding(record.run_id, len(prompts), int(vocabulary))
+    return Binding(record.run_id, len(prompts), int(vocabulary), record.config.model.max_model_len, prompts)
 
 
 def _policy(model: torch.nn.Module, record: RunRecord) -> Policy:
@@ -237,7 +240,7 @@ def _create_record(store: ObjectStore, run: RunFile, live: LiveConfig, loaded: L
         model_revision=loaded.revision,
         train_prompts=train,
         eval_prompts=held_out,
-        samples_per_prompt=live.searcher.samples_per_prompt,
+        live=live,
     )
     try:
         store.put_once(RUN, record.to_json())
@@ -334,6 +337,11 @@ def _refuse_ended(store: ObjectStore) -> None:
     try:
         latest = Latest.model_validate_json(store.get(LATEST).data)
     except NotFound:
+        if next(iter(store.list_after(CHECKPOINTS)), None) is not None:
+            raise UserError(
+                f"{store.uri} holds checkpoints of a run, but no `{LATEST}`: restore that object, or finish the "
+                "deletion with `tba storage delete`; a run never starts again from step 0 by itself"
+            ) from None
         return
     if latest.state is RunState.COMPLETE:
         raise AlreadyComplete(f"the run at {store.uri} is complete at step {latest.step}")

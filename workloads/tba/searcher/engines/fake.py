@@ -48,7 +48,8 @@ class FakeSettings(Contract):
     """Of the whole engine; null: as fast as it can."""
     distinct: int | None = Field(None, ge=1)
     """Different responses a prompt; null: no limit."""
-    reward_mean: float = 0.5
+    reward_mean: float | None = 0.5
+    """null: the job's reward function scores the responses."""
     version_gain: float = 0.0
     """Added to the mean for each policy version, so that there is something to see."""
     reward_noise: float | None = Field(None, ge=0)
@@ -160,8 +161,10 @@ class FakeEngine:
         self._ready_at = max(self._ready_at, now) + tokens / self._settings.tokens_per_second
         self._sleep(self._ready_at - now)
 
-    def _reward(self, row: _Row) -> float:
+    def _reward(self, row: _Row) -> float | None:
         s = self._settings
+        if s.reward_mean is None:
+            return None
         mean = s.reward_mean + s.version_gain * row.spans[0].version
         rng = np.random.Generator(np.random.PCG64([*self._identity(row.request), 1]))
         if s.reward_noise is not None:

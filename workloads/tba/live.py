@@ -1,4 +1,4 @@
-"""The newest readable `live.json` of a configuration directory, or defaults for a searcher that has none."""
+"""The newest readable `live.json` of a configuration directory, or given settings for a process that has none."""
 
 import time
 from collections.abc import Callable
@@ -16,14 +16,18 @@ class LiveSettings:
     """Call it for the current settings; looks at the file at most once a second. A broken file changes nothing."""
 
     def __init__(
-        self, directory: Path | None, default: LiveConfig, *, clock: Callable[[], float] = time.monotonic
+        self, directory: Path | None, default: LiveConfig | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Raises: UserError if the directory's file cannot be read now."""
         self._directory = directory
         self._clock = clock
         self._looked_at = clock()
         self._stamp = self._now()
-        self._current = default if directory is None else read_live_config(directory)
+        if directory is None:
+            assert default is not None, "settings come from a directory or from the caller"
+            self._current = default
+        else:
+            self._current = read_live_config(directory)
 
     def __call__(self) -> LiveConfig:
         """The settings."""

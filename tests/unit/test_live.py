@@ -3,7 +3,7 @@ import pytest
 from tba.contracts.config import LiveConfig, Storage, Sync
 from tba.contracts.errors import UserError
 from tba.contracts.runfile import LIVE_FILE
-from tba.searcher.live import LiveSettings
+from tba.live import LiveSettings
 
 
 def config(interval: float) -> LiveConfig:
