@@ -43,13 +43,19 @@ check: $(VENV)/.dev  ## ruff, pyright, import-linter
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/python hack/job_reference.py --check
+	$(BIN)/python hack/benchmark_tables.py --check
 
 format: $(VENV)/.dev  ## rewrite the sources as `check` wants them
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.dev  ## print the benchmarks and write docs/results/*.json
-	for b in tests/bench/bench_*.py; do $(BIN)/python $$b; done
+bench: $(VENV)/.dev  ## print the benchmarks (a quarter of an hour), write docs/results/ and docs/benchmarks.md
+	$(BIN)/python tests/bench/bench_buffer.py -o docs/results/buffer.json
+	$(BIN)/python tests/bench/bench_shards.py -o docs/results/shards.json
+	$(BIN)/python tests/bench/bench_snapshot.py -o docs/results/snapshot.json
+	$(BIN)/python tests/bench/bench_trainer.py
+	$(BIN)/python tests/bench/bench_ingest.py
+	$(BIN)/python hack/benchmark_tables.py
 
 # uv.lock records addresses of the index it was made from, so it is not committed; these files hold hashes only.
 lock: $(UV)  ## resolve again and write requirements/*.lock

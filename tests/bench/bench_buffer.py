@@ -1,6 +1,6 @@
 """Replay buffer at size: insert rate, time of a batch of 32 x 16, bytes a trajectory.
 
-    PYTHONPATH=workloads:tests python -m bench.bench_buffer [--rows 1000000 10000000] [--out results.json]
+    python tests/bench/bench_buffer.py [--rows 1000000 10000000] [-o results.json]
 
 Responses have 64 tokens; visits of 24 responses; 100 responses a prompt; one response in ten is a duplicate.
 """
@@ -11,14 +11,14 @@ import time
 from pathlib import Path
 
 import numpy as np
-from bench.results import Row, record, table, write
+from results import Row, record, table, write
 
 from tba.contracts.records import ShardId
 from tba.trainer.buffer import NewRows, ReplayBuffer
 from tba.trainer.sampling import Sampler, SamplingSettings
 
 TOKENS, VISIT, VISITS_A_SHARD, BATCHES = 64, 24, 42, 200
-COMMAND = "python -m bench.bench_buffer"
+COMMAND = "python tests/bench/bench_buffer.py"
 
 
 def shard(seq: int, num_prompts: int, rng: np.random.Generator) -> NewRows:
@@ -104,7 +104,7 @@ def main() -> None:
     """Measure, print, and write if asked to."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1_000_000, 10_000_000])
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("-o", "--out", type=Path, help="write the rows as JSON")
     arguments = parser.parse_args()
     rows = [row for num_rows in arguments.rows for row in measure(num_rows)]
     print(table(rows))

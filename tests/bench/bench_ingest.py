@@ -3,7 +3,7 @@
 First a backlog is drained as fast as it goes, plainly and with the latency of a distant store. Then producers write at
 a steady rate, a few of them and then all, while the trainer keeps up. No model.
 
-PYTHONPATH=workloads python tests/bench/bench_ingest.py [serve | file:///tmp/bench | s3://bucket/prefix] [--quick]
+python tests/bench/bench_ingest.py [serve | file:///tmp/bench | s3://bucket/prefix] [--quick]
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Encode and decode of trajectory shards: rows a second, bytes a row.
 
-PYTHONPATH=workloads python tests/bench/bench_shards.py --help
+python tests/bench/bench_shards.py --help
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Publish and fetch of a full snapshot through a store, against plain put and ranged read of the same bytes.
 
-PYTHONPATH=workloads python tests/bench/bench_snapshot.py file:///tmp/bench      (or s3://bucket/prefix, or serve)
+python tests/bench/bench_snapshot.py file:///tmp/bench      (or s3://bucket/prefix, or serve)
 """
 
 import argparse

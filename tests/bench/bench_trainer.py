@@ -3,7 +3,7 @@
 The plain loop pads all rows to one length, takes `model(**batch).logits`, a full log_softmax, the same loss and AdamW.
 Both arms train the same rows in the same process, turn by turn; memory is measured in a process of its own for each.
 
-PYTHONPATH=workloads python tests/bench/bench_trainer.py [--quick]
+python tests/bench/bench_trainer.py [--quick]
 """
 
 import argparse

@@ -114,7 +114,7 @@ def test_rows_ingested_in_a_wait_before_sigterm_survive_in_the_log_and_in_the_re
     recorded = read_recorded(run.ready.store)
     assert [e.key for e in recorded.entries if e.key] == [first, second]
     torch.testing.assert_close(
-        replay(run.ready.store, run.live).policy.master_state(),
+        replay(run.ready.store).policy.master_state(),
         dict(read_checkpoint(run.ready.store, recorded.latest.checkpoint or "")[1].tensors["master"]),
         rtol=0,
         atol=0,

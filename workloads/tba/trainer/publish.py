@@ -64,10 +64,8 @@ class Publisher:
 
         Raises: Fenced, StoreUnavailable: of the previous publish.
         """
-        key = WeightsKey(version, epoch, new_nonce())
 
         def task() -> None:
-            nonlocal key
             started = time.monotonic()
             # A fresh prefix for each try: what a broken try left behind is garbage, never half of a snapshot.
             key = WeightsKey(version, epoch, new_nonce())
