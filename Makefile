@@ -43,6 +43,7 @@ check: $(VENV)/.dev  ## ruff, pyright, import-linter
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/python hack/job_reference.py --check
+	$(BIN)/python hack/command_reference.py --check
 	$(BIN)/python hack/benchmark_tables.py --check
 
 format: $(VENV)/.dev  ## rewrite the sources as `check` wants them

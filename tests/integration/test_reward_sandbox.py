@@ -327,7 +327,6 @@ def test_a_pool_left_open_ends_with_its_program(code):
         (Reward(entrypoint="absent_module_z:reward"), "no module 'absent_module_z'"),
         (Reward(entrypoint="naughty:rewards"), "'rewards' of .*naughty.py"),
         (Reward(entrypoint="raises:reward"), r"ZeroDivisionError: division by zero \(raises.py:1\)"),
-        (Reward(entrypoint="exits:reward"), "exited with status 5"),
         (Reward(entrypoint="hungry:reward"), "MemoryError"),
         (Reward(config_map_ref=ConfigMapRef(name="code", key="absent.py")), "absent.py"),
         (Reward(config_map_ref=ConfigMapRef(name="code", key="wrong.py")), "SyntaxError"),
@@ -335,7 +334,6 @@ def test_a_pool_left_open_ends_with_its_program(code):
 )
 def test_a_reward_that_cannot_be_loaded_is_a_user_error_and_leaves_nothing(code, reward, message):
     (code / "raises.py").write_text("1 / 0")
-    (code / "exits.py").write_text("import os; os._exit(5)")
     (code / "hungry.py").write_text("bytes(1 << 30)")
     (code / "wrong.py").write_text("def reward(:")
     threads = threading.active_count()
@@ -344,6 +342,26 @@ def test_a_reward_that_cannot_be_loaded_is_a_user_error_and_leaves_nothing(code,
         RewardPool(reward, num_workers=2, timeout_seconds=TIMEOUT, memory_bytes=MEMORY, search_path=code)
     assert threading.active_count() == threads
     assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_a_first_start_that_may_go_better_next_time_is_a_crash_and_no_user_error(code, monkeypatch):
+    (code / "exits.py").write_text("import os; os._exit(5)")
+    (code / "slow.py").write_text("import time; time.sleep(60)")
+
+    def refused(entrypoint: str) -> pytest.ExceptionInfo[RuntimeError]:
+        with pytest.raises(RuntimeError) as caught:
+            RewardPool(Reward(entrypoint=entrypoint), num_workers=2, search_path=code)
+        return caught
+
+    assert "exited with status 5" in str(refused("exits:reward").value)
+    monkeypatch.setattr("tba.rewards.worker.START_SECONDS", 0.3)
+    assert "longer than 0.3 s" in str(refused("slow:reward").value)
+
+    def no_slots(*_args, **_settings):
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("tba.rewards.process.subprocess.Popen", no_slots)
+    assert "temporarily unavailable" in str(refused("naughty:reward").value)
 
 
 def test_a_config_map_file_keeps_its_code_when_the_file_changes(code):

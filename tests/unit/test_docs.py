@@ -11,6 +11,7 @@ from urllib.parse import unquote
 
 import pytest
 import typer
+
 from tba.cli import COMMANDS, app
 from tba.cli.jobfile import _parse
 from tba.contracts.job import TBAJob
@@ -245,7 +246,7 @@ def strings_of_the_code():
 
 def quoted_messages():
     text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
-    return [m.strip()[1:-1] for m in re.findall(r"^### (.+)$", text, re.MULTILINE)]
+    return [m.removeprefix(t).removesuffix(t) for t, m in re.findall(r"^### (?=(`+))(.+)$", text, re.MULTILINE)]
 
 
 @pytest.mark.parametrize("message", quoted_messages())

@@ -76,15 +76,47 @@ def test_weights_of_each_group_count_its_draws(seed: int, copies: list[int], m: 
 # -- the most-on-policy branch
 
 
-def test_the_pool_is_the_newest_visits_until_they_cover_k_times_p_prompts() -> None:
-    buffer = filled(*(visit(n, n % 5, version=n) for n in range(20)))  # newest of prompt p is visit 15 + p
+def pool_of(sampler: Sampler, buffer: ReplayBuffer, steps: int = 30) -> Counter[int]:
+    """Visits drawn by the most-on-policy branch, P 2, K 4, k 2: the pool holds at least 4 prompts."""
     seen = Counter()
-    sampler = Sampler(0)
-    for _ in range(30):
+    for _ in range(steps):
         plan = sampler.sample(buffer, 20, conditions(2, 4, 2, on_policy_probability=1.0))
         seen.update(n for numbers in drawn_visits(buffer, plan) for n in numbers)
-    assert set(seen) == {16, 17, 18, 19}  # ceil(2 * 2) prompts
-    assert set(seen.values()) == {15}  # each once a pass
+    return seen
+
+
+def test_the_pool_is_the_newest_arrival_that_covers_k_times_p_prompts() -> None:
+    buffer, sampler = filled(*(visit(n, n) for n in range(8))), Sampler(0)
+    assert set(pool_of(sampler, buffer, 1)) < set(range(8))
+    for n in range(8, 14):
+        buffer.add(new_rows(n, visit(n, n)))
+    seen = pool_of(sampler, buffer)
+    assert set(seen) == {8, 9, 10, 11, 12, 13}
+    assert set(seen.values()) == {10}  # each once a pass
+
+
+def test_an_arrival_is_in_the_pool_whole_or_not_at_all() -> None:
+    buffer, sampler = filled(*(visit(n, n) for n in range(20))), Sampler(0)
+    pool_of(sampler, buffer, 1)
+    for n in range(20, 27):
+        buffer.add(new_rows(n, visit(n, n)))
+    pool_of(sampler, buffer, 1)
+    for n in range(27, 30):  # too few on their own: the arrival before joins them, the first one does not
+        buffer.add(new_rows(n, visit(n, n)))
+    assert set(pool_of(sampler, buffer)) == set(range(20, 30))
+
+
+def test_waiting_between_arrivals_does_not_split_them() -> None:
+    asked, silent = Sampler(0), Sampler(0)
+    buffer = filled(*(visit(n, n) for n in range(4)))
+    pools = []
+    for sampler in (asked, silent):
+        pool_of(sampler, buffer, 1)
+    for n in range(4, 12):
+        buffer.add(new_rows(n, visit(n, n)))
+        asked.readiness(buffer, 20, conditions(2, 4, 2, on_policy_probability=1.0))
+    pools = [pool_of(sampler, buffer) for sampler in (asked, silent)]
+    assert pools[0] == pools[1] and set(pools[0]) == set(range(4, 12))
 
 
 def test_newest_means_last_completed_whatever_the_policy() -> None:

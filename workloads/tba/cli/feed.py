@@ -1,13 +1,14 @@
 """Keeps the newest history and progress of a run at hand, read by a thread, so that no wait for storage is ours."""
 
+import http.client
 import threading
 import urllib.request
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
 from pydantic import ValidationError
 
-from tba.contracts.errors import StoreUnavailable
 from tba.contracts.history import Progress
 from tba.report.history import History, HistoryReader
 from tba.store.protocol import ObjectStore
@@ -25,6 +26,8 @@ class Feed:
         self.history = History()
         self.progress: Progress | None = None
         """None while the trainer does not answer."""
+        self.problem = ""
+        """Why the last look failed; empty if it did not."""
         self._store = store
         self._reader = HistoryReader(store)
         self._reading = threading.Lock()
@@ -43,18 +46,29 @@ class Feed:
         self._store.close()
 
     def refresh_now(self) -> History:
-        """Read the history in this thread; the old one if storage cannot be reached."""
-        try:
-            with self._reading:
-                self.history = self._reader.refresh()
-        except StoreUnavailable:
-            pass  # trainer and searchers report it; what was read last is still shown
+        """Read the history in this thread; the old one if that fails."""
+        self._attempt(self._read)
         return self.history
 
     def _run(self) -> None:
         while not self._stop.wait(_INTERVAL_SECONDS):
-            self.progress = self._ask_trainer()
-            self.refresh_now()
+            self._attempt(self._look)
+
+    def _attempt(self, look: Callable[[], None]) -> None:
+        try:
+            look()
+        except Exception as error:  # the top of the thread: it must outlive whatever cannot be read just now
+            self.problem = f"{type(error).__name__}: {error}"
+        else:
+            self.problem = ""
+
+    def _look(self) -> None:
+        self.progress = self._ask_trainer()
+        self._read()
+
+    def _read(self) -> None:
+        with self._reading:
+            self.history = self._reader.refresh()
 
     def _ask_trainer(self) -> Progress | None:
         url = f"http://127.0.0.1:{self.progress_port}/progress"
@@ -62,5 +76,5 @@ class Feed:
         try:
             with opener.open(url, timeout=_TIMEOUT_SECONDS) as answer:
                 return Progress.model_validate_json(answer.read())
-        except (OSError, ValidationError):
+        except (OSError, http.client.HTTPException, ValidationError):
             return None

@@ -17,6 +17,8 @@ from tba.contracts.job import TBAJob
 
 EMBEDDED = "embedded"
 BUCKET = "tba"
+_SEARCHER_GRACE = 0.75
+"""Share of its grace period that a searcher may spend on uploads: 45 of 60 s, the rest is for its own end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,8 @@ class Plan:
         }
         spec, logs = self.job.spec, self.directory / "logs"
         grace = spec.trainer.termination_grace_period_seconds
+        searcher_grace = spec.searcher.termination_grace_period_seconds
+        spool = ["--grace-seconds", str(_SEARCHER_GRACE * searcher_grace), "--spool-dir", str(self.directory / "spool")]
         trainer = Program(
             name="trainer",
             argv=[*self.command, "trainer", *where, "--port", str(port), "--grace-seconds", str(grace)],
@@ -67,10 +71,10 @@ class Plan:
         searchers = [
             Program(
                 name=f"searcher-{i}",
-                argv=[*self.command, "searcher", *where, "--name", f"searcher-{i}"],
+                argv=[*self.command, "searcher", *where, *spool, "--name", f"searcher-{i}"],
                 log=logs / f"searcher-{i}.log",
                 env=env,
-                grace_seconds=spec.searcher.termination_grace_period_seconds,
+                grace_seconds=searcher_grace,
             )
             for i in range(self.searchers)
         ]

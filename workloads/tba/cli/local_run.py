@@ -126,7 +126,7 @@ class LocalRun:
     def _fresh(self) -> Iterator[None]:
         """Clear the directory, whose lock is held, if the user said so; only files that `tba run` makes."""
         if self._plan.fresh:
-            for name in ("store", "server", "logs", "config"):
+            for name in ("store", "server", "spool", "logs", "config"):
                 shutil.rmtree(self._plan.directory / name, ignore_errors=True)
             for name in ("report.html", STORAGE_FILE, "processes.json"):
                 (self._plan.directory / name).unlink(missing_ok=True)

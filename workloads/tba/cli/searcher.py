@@ -17,8 +17,28 @@ def command(
         int | None, typer.Option(envvar="TBA_PORT", help="Of /metrics, /healthz, /readyz; default none.")
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Compute threads; default OMP_NUM_THREADS.")] = None,
+    grace_seconds: Annotated[
+        float,
+        typer.Option(
+            envvar="TBA_GRACE_SECONDS", min=0, help="From SIGTERM until what is not uploaded yet stays in the spool."
+        ),
+    ] = 45.0,
+    spool_dir: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="TBA_SPOOL_DIR",
+            help="Where finished shards wait for storage, also for a successor of this name; "
+            "default a folder of the temporary directory.",
+        ),
+    ] = None,
+    exit_when_done: Annotated[bool, typer.Option("--exit-when-done", help="End with 0 when the run has ended.")] = False,
 ) -> int:
     """Generate and score responses with the newest weights; needs the bucket and nothing else."""
     from tba.searcher.main import SearcherOptions, run_searcher
 
-    return run_searcher(SearcherOptions(storage=storage, name=name, config_dir=config, port=port, threads=threads))
+    return run_searcher(
+        SearcherOptions(
+            storage=storage, name=name, config_dir=config, port=port, threads=threads, grace_seconds=grace_seconds,
+            spool_dir=spool_dir, exit_when_done=exit_when_done,
+        )
+    )  # fmt: skip

@@ -1,8 +1,6 @@
 """`tba storage`: check that a store keeps its promises, serve one for development, delete a run."""
 
 import json
-import signal
-import threading
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -45,12 +43,10 @@ def serve(
     bucket: Annotated[str, typer.Option(help="Bucket to create.")] = "tba",
 ) -> None:
     """Run an S3 server (SeaweedFS) on this machine until Ctrl-C: for development, never for production."""
+    from tba.stop import stop_signals
     from tba.store.serve import EmbeddedServer
 
-    ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())
-    with EmbeddedServer(directory, port, bucket=bucket) as server:
+    with stop_signals() as ended, EmbeddedServer(directory, port, bucket=bucket) as server:
         # The secret stays in its file: terminals and logs are copied around.
         typer.echo(f"serving s3://{bucket} at {server.endpoint} (pid {server.pid}); to use it:")
         typer.echo(f"  export AWS_ENDPOINT_URL_S3={server.endpoint} AWS_REGION=us-east-1")

@@ -66,7 +66,8 @@ class RewardPool:
         """Start the processes and wait until the first has loaded the reward. Limits default to `reward`'s.
 
         Raises:
-            UserError: the reward cannot be loaded.
+            UserError: loading the reward raised.
+            RuntimeError: its process could not be started, ended or took too long, which may pass.
         """
         if num_workers < 1:
             raise ValueError(f"num_workers must be at least 1, got {num_workers}")
@@ -183,7 +184,8 @@ class RewardPool:
                 worker.start_after = now
             self._first_start.set_result(first.source_hash)
         elif first.start_failures:
-            self._first_start.set_exception(UserError(f"The reward cannot be loaded: {first.start_error}"))
+            kind = UserError if first.refused else RuntimeError
+            self._first_start.set_exception(kind(f"The reward cannot be loaded: {first.start_error}"))
             self._closing = True
 
     def _fail_if_hopeless(self) -> None:

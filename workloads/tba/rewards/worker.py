@@ -70,6 +70,7 @@ class Worker:
         self.source_hash: str | None = None
         self.start_failures = 0  # in a row
         self.start_error = ""
+        self.refused = False  # the last start failed because loading the reward raised: the same again every time
         self.killed: list[RewardProcess] = []  # dying, to be reaped
         self._source = source
         self._selector = selector
@@ -229,7 +230,7 @@ class Worker:
         if not isinstance(message, dict):
             self._start_failed(now, _FORGED)
         elif "ready" not in message:
-            self._start_failed(now, str(message.get("failed", _FORGED)))
+            self._start_failed(now, str(message.get("failed", _FORGED)), refused="failed" in message)
         elif self.source_hash not in (None, message["ready"]):
             self._start_failed(now, "its source file changed while the job runs")
         else:
@@ -238,9 +239,9 @@ class Worker:
             self.state = State.READY
             self._first_id = self._next_id
 
-    def _start_failed(self, now: float, error: str) -> None:
+    def _start_failed(self, now: float, error: str, *, refused: bool = False) -> None:
         self.start_failures += 1
-        self.start_error = error
+        self.start_error, self.refused = error, refused
         self._stop(now)
 
     def _is_reply(self, message: Any) -> bool:

@@ -12,7 +12,6 @@ engine.step() ─► responses ─► reward pool (processes) ─► settled ─
 """
 
 import queue
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -42,6 +41,7 @@ from tba.searcher.stats import SearcherStats
 from tba.searcher.sync import Poller
 from tba.searcher.work import EvalWork, Settled, Visit, Work, make_request, request_seed
 from tba.snapshots import Snapshot
+from tba.stop import StopFlag
 from tba.store import ObjectStore
 
 _LOOK_SECONDS = 1.0
@@ -70,7 +70,7 @@ class Surroundings:
     settings: Callable[[], LiveConfig]
     samples_per_prompt: Callable[[], int]
     stats: SearcherStats
-    stopped: threading.Event
+    stopped: StopFlag
     exit_when_done: bool
     grace_seconds: float
     load_prompts: LoadPrompts = load_prompt_set

@@ -1,14 +1,11 @@
 """The searcher process: configuration, signals, HTTP, and the parts of the loop. Needs the bucket and nothing else."""
 
 import os
-import signal
 import tempfile
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from pydantic import ValidationError
 
@@ -27,11 +24,12 @@ from tba.searcher.loop import SearcherLoop, Surroundings
 from tba.searcher.spool import Spool, SpoolLimits, shard_seconds
 from tba.searcher.stats import SearcherStats
 from tba.searcher.sync import Fetch, Poller
+from tba.stop import StopFlag, stop_signals
 from tba.store import AccessDenied, NotFound, ObjectStore, open_store
 
 TERMINATED_EXIT = 143
 DEFAULT_GRACE_SECONDS = 45.0
-"""Below the 60 s after which pods and `tba run` kill."""
+"""Below the 60 s after which a pod is killed by default."""
 STEP_BUDGET_SECONDS = 600.0
 """Liveness: loading a model or one step may take so long."""
 _RUN_POLL_SECONDS = 1.0
@@ -57,7 +55,7 @@ class SearcherOptions:
 def run_searcher(options: SearcherOptions) -> int:
     """Generate until SIGTERM (143), or until the run has ended if `exit_when_done` (0).
 
-    Raises: UserError (64), StoreUnavailable (2, at the start only); anything else is a crash (1).
+    Raises: UserError (64), StoreUnavailable (2, at the start only), RunReplaced (2); anything else is a crash (1).
     """
     run_file = read_run_file(options.config_dir) if options.config_dir is not None else None
     configure(role="searcher", run=run_file.name if run_file else options.storage)
@@ -65,9 +63,8 @@ def run_searcher(options: SearcherOptions) -> int:
     live = LiveSettings(options.config_dir, _defaults(options.storage))
     if options.threads is not None:
         _limit_threads(options.threads)
-    stopped = threading.Event()
-    _stop_on_sigterm(stopped)
     with ExitStack() as stack:
+        stopped = stack.enter_context(stop_signals())
         store = _open(live(), options.storage)
         stack.callback(store.close)
         heartbeat = telemetry.Heartbeat(STEP_BUDGET_SECONDS)
@@ -88,7 +85,7 @@ def run_searcher(options: SearcherOptions) -> int:
         return code
 
 
-def await_record(store: ObjectStore, stopped: threading.Event, *, beat: Callable[[], None]) -> RunRecord | None:
+def await_record(store: ObjectStore, stopped: StopFlag, *, beat: Callable[[], None]) -> RunRecord | None:
     """The bucket's run.json as soon as the trainer has made it; None if stopped before. Raises: StoreUnavailable."""
     waits = 0
     while not stopped.is_set():
@@ -114,7 +111,7 @@ def _assemble(
     record: RunRecord,
     live: LiveSettings,
     store: ObjectStore,
-    stopped: threading.Event,
+    stopped: StopFlag,
     heartbeat: telemetry.Heartbeat,
     stack: ExitStack,
 ) -> SearcherLoop:
@@ -142,6 +139,7 @@ def _assemble(
     stats = SearcherStats()
     poller = Poller(
         store,
+        run_id=record.run_id,
         interval_seconds=lambda: live().sync.poll_interval_seconds,
         fetch=_fetch(needs_weights=engine.needs_weights),
     )
@@ -235,11 +233,3 @@ def _limit_threads(threads: int) -> None:
     import torch
 
     torch.set_num_threads(threads)
-
-
-def _stop_on_sigterm(stopped: threading.Event) -> None:
-    def stop(_signum: int, _frame: FrameType | None) -> None:
-        stopped.set()  # and no logging: the main thread may hold the log's lock right now
-
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, stop)

@@ -5,6 +5,7 @@
 
 Which weights are newer is never decided here: whatever `latest` names is wanted if it is not the one held.
 A snapshot that is missing or corrupt is tried again later; the weights in use go on serving.
+Whoever made another run under the same prefix gets nothing more from here: `RunReplaced` ends the process.
 """
 
 import random
@@ -17,8 +18,8 @@ from pydantic import ValidationError
 
 from tba import telemetry
 from tba.contracts.errors import CorruptObject, StoreUnavailable
-from tba.contracts.keys import LATEST
-from tba.contracts.records import Latest
+from tba.contracts.keys import LATEST, RUN
+from tba.contracts.records import Latest, RunRecord
 from tba.log import SNAPSHOT_REJECTED, STORAGE_RETRIED, log
 from tba.snapshots import Snapshot
 from tba.store import AccessDenied, NotFound, ObjectStore
@@ -26,6 +27,10 @@ from tba.store import AccessDenied, NotFound, ObjectStore
 _LONGEST_RETRY_SECONDS = 60.0
 
 Fetch = Callable[[ObjectStore, str], Snapshot]
+
+
+class RunReplaced(StoreUnavailable):
+    """The run was deleted, or another was made in its place. Exit code 2: started again, a searcher finds the new one."""
 
 
 @dataclass(slots=True)
@@ -41,12 +46,14 @@ class Poller:
         self,
         store: ObjectStore,
         *,
+        run_id: str,
         interval_seconds: Callable[[], float],
         fetch: Fetch,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
         self._store = store
+        self._run_id = run_id
         self._interval_seconds = interval_seconds
         self._fetch = fetch
         self._clock = clock
@@ -135,11 +142,13 @@ class Poller:
             self._evaluation = None
 
     def poll_once(self) -> None:
-        """Read `latest` if it changed, and fetch what it names unless it is here already."""
+        """Read `latest` if it changed, and fetch what it names unless it is here already. Raises: RunReplaced."""
         try:
             self._read_latest()
             for key in self._missing():
                 self._fetch_guarded(key)
+        except RunReplaced:
+            raise
         except StoreUnavailable as error:
             self.detail = f"storage unavailable: {error}"
             log.warning(STORAGE_RETRIED, task="sync", error=str(error))
@@ -159,9 +168,12 @@ class Poller:
         except (NotFound, AccessDenied) as error:
             # Without the right to list, S3 denies what does not exist: both may be a run that has yet to begin.
             self.detail = f"no readable `{LATEST}` yet: {error}"
+            if self._latest is not None:
+                self._check_run()
             return
         if stored is None:
             return
+        self._check_run()
         try:
             latest = Latest.model_validate_json(stored.data)
         except ValidationError as error:
@@ -171,6 +183,22 @@ class Poller:
         with self._lock:
             self._latest, self._etag = latest, stored.etag
         self.detail = f"commit {latest.commit}, version {latest.version}"
+
+    def _check_run(self) -> None:
+        """Once for every change of `latest`: its numbers alone cannot tell a new run from the one that we know."""
+        try:
+            found = RunRecord.model_validate_json(self._store.get(RUN).data).run_id
+        except AccessDenied:
+            return  # credentials may be about to rotate
+        except NotFound:
+            found = "gone"
+        except ValidationError:
+            found = "unreadable"
+        if found != self._run_id:
+            raise RunReplaced(
+                f"{self._store.uri}/{RUN} is {found}, this searcher works for run {self._run_id}, which was deleted: "
+                "start the searcher again for the run that is there now"
+            )
 
     def _missing(self) -> list[str]:
         with self._lock:

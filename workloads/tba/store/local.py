@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import os
 import secrets
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -108,7 +109,7 @@ class LocalStore:
     def list_after(self, prefix: str, after: str | None = None) -> Iterator[ObjectInfo]:
         """See ObjectStore.list_after."""
         folder = self._root / check_prefix(prefix) if prefix else self._root
-        return _walk(folder, prefix, after or "")
+        return self._walk(folder, prefix, after or "")
 
     def delete(self, keys: Iterable[str]) -> None:
         """See ObjectStore.delete."""
@@ -128,6 +129,18 @@ class LocalStore:
     def close(self) -> None:
         """See ObjectStore.close."""
         self._threads.shutdown(wait=True)
+
+    def _walk(self, folder: Path, prefix: str, after: str) -> Iterator[ObjectInfo]:
+        """Depth first in the order of whole keys: a directory sorts as its name followed by a slash."""
+        try:
+            found = self._call("list", prefix, lambda: _scan(folder, prefix, after))
+        except NotFound:
+            return
+        for key, info in found:
+            if info is None:
+                yield from self._walk(self._root / key, key, after)
+            else:
+                yield info
 
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)
@@ -280,6 +293,10 @@ def _etag(data: bytes, status: os.stat_result) -> str:
     """By content for anything `cas` may write; larger objects never change, so their identity is enough."""
     if status.st_size <= MAX_CAS_BYTES:
         return _content_etag(data)
+    return _identity(status)
+
+
+def _identity(status: os.stat_result) -> str:
     return f"{status.st_ino:x}-{status.st_size:x}-{status.st_mtime_ns:x}"
 
 
@@ -300,26 +317,26 @@ def _same_bytes(path: Path, view: memoryview) -> bool:
     return True
 
 
-def _walk(folder: Path, prefix: str, after: str) -> Iterator[ObjectInfo]:
-    """Depth first in the order of whole keys: a directory sorts as its name followed by a slash."""
-    try:
-        with os.scandir(folder) as entries:
-            names = sorted(e.name + "/" if e.is_dir(follow_symlinks=False) else e.name for e in entries)
-    except _MISSING:
-        return
-    for name in names:
-        key = prefix + name
-        if key == RESERVED + "/" or (key <= after and not after.startswith(key)):
-            continue
-        if name.endswith("/"):
-            yield from _walk(folder / name, key, after)
-        elif key > after:
-            # A file deleted since the scan is no longer listed.
-            try:
-                found = _describe(key, folder / name)
-            except _MISSING:
+def _scan(folder: Path, prefix: str, after: str) -> list[tuple[str, ObjectInfo | None]]:
+    """A directory's keys that matter, in order, each with its object; None for a directory, whose key ends in a slash.
+
+    Nothing is opened: a run has many objects, and who lists them wants keys, sizes and times.
+    """
+    found: list[tuple[str, ObjectInfo | None]] = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            is_folder = entry.is_dir(follow_symlinks=False)
+            key = prefix + entry.name + ("/" if is_folder else "")
+            if key == RESERVED + "/" or (key <= after and not (is_folder and after.startswith(key))):
                 continue
-            yield found
+            if is_folder:
+                found.append((key, None))
+                continue
+            with contextlib.suppress(*_MISSING):  # deleted since the scan: no longer listed
+                status = entry.stat()
+                if stat.S_ISREG(status.st_mode):
+                    found.append((key, ObjectInfo(key, status.st_size, _identity(status), status.st_mtime)))
+    return sorted(found, key=lambda each: each[0])
 
 
 def _make_folder(folder: Path) -> None:

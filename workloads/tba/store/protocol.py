@@ -49,7 +49,11 @@ class StoredObject:
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """What a listing knows. `last_modified` is the server's clock, in unix seconds; `size` in bytes."""
+    """What a listing or `head` knows. `last_modified` is the server's clock, in unix seconds; `size` in bytes.
+
+    `etag` changes when the object does. From a listing it need not be the one that `head` and `get` give, so it is not
+    for `cas` and `get_if_changed`: a directory names the file there (inode, size, time) and does not read it.
+    """
 
     key: str
     size: int

@@ -5,9 +5,14 @@ probability 0 is never used; a slot whose branch has no eligible prompt takes th
 MOP: the newest complete visit of a prompt, K of its rows as they were generated (a response that came twice counts
 twice). Replay: any distinct rows of a prompt. P prompt slots, K responses a group.
 Staleness = step - effective version, with `step` = optimizer steps done = version of the live weights.
+
+The pool holds whole *arrivals*: all visits that completed between two batches, as the paper's holds all that came with
+a sync. Within an arrival the order of completion says nothing of age but much of length (the visits that an engine
+finishes last are short ones begun late), so that a pool cut inside of it would train on short responses.
 """
 
 import math
+from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -90,9 +95,11 @@ class Sampler:
         self._bag = np.zeros(0, "i4")  # prompt slots; the first _bag_size are left
         self._bag_size = 0
         self._sync: tuple[int, int] | None = None  # AtSync: the pool's completion numbers [start, end)
+        self._arrivals: list[int] = []  # Continuous: completion numbers at which arrivals begin, ascending
         self._history: deque[tuple[int, int]] = deque(maxlen=RATIO_STEPS + 1)  # (rows ingested so far, rows trained)
         self._pool_key: tuple[int, ...] | None = None
         self._pool: list[tuple[int, int]] = []  # (slot, completion number)
+        self._pool_start = 0  # completion number where the pool begins
         self._fresh: list[tuple[int, int]] = []  # of the pool, not drawn in this pass
         self.mop_recycles = 0  # cumulative
         self.trained_rows = 0  # P * K a batch, cumulative
@@ -145,6 +152,10 @@ class Sampler:
             slots.append(slot)
             with_replacement[i] = num < size
         self._history.append((buffer.ingested_rows, rows.size))
+        # Only here, never while waiting: how often readiness is asked must not show in later draws.
+        self._arrivals = [begin for begin in self._arrivals if begin >= self._pool_start]
+        if buffer.complete_visits > (self._arrivals[-1] if self._arrivals else 0):
+            self._arrivals.append(buffer.complete_visits)
         self.trained_rows += rows.size
         return BatchPlan(
             step=step,
@@ -164,6 +175,7 @@ class Sampler:
             "used": sorted(self._used),
             "bag": self._bag[: self._bag_size].tolist(),
             "sync": self._sync,
+            "arrivals": self._arrivals,
             "history": [list(entry) for entry in self._history],
             "mop_recycles": self.mop_recycles,
             "trained_rows": self.trained_rows,
@@ -176,6 +188,7 @@ class Sampler:
         self._bag = np.array(state["bag"], "i4")
         self._bag_size = len(self._bag)
         self._sync = None if state["sync"] is None else (state["sync"][0], state["sync"][1])
+        self._arrivals = list(state["arrivals"])
         self._history = deque(((ingested, trained) for ingested, trained in state["history"]), maxlen=RATIO_STEPS + 1)
         self.mop_recycles = state["mop_recycles"]
         self.trained_rows = state["trained_rows"]
@@ -194,14 +207,21 @@ class Sampler:
         key = (id(buffer), buffer.changes, oldest, *((start, end) if at_sync else (limit,)))
         if key != self._pool_key:
             self._pool_key = key
-            self._pool = (
-                buffer.prompts.visits_between(start, end, oldest)
-                if at_sync
-                else buffer.prompts.newest_visits(limit, oldest)
-            )
+            if not at_sync:
+                start, end = self._newest_arrivals(buffer, limit, oldest), buffer.complete_visits
+            self._pool_start = start
+            self._pool = buffer.prompts.visits_between(start, end, oldest)
             self._fresh = [visit for visit in self._pool if visit[1] not in self._used]
             self._used = {visit[1] for visit in self._pool} & self._used
         return self._pool
+
+    def _newest_arrivals(self, buffer: ReplayBuffer, limit: int, oldest: int) -> int:
+        """Completion number from which on whole arrivals hold visits of at least `limit` prompts; 0 if all do not."""
+        newest = buffer.prompts.newest_visits(limit, oldest)
+        if len(newest) < limit:
+            return 0
+        begun = bisect_right(self._arrivals, newest[-1][1])
+        return self._arrivals[begun - 1] if begun else 0
 
     def _may_replay(self, buffer: ReplayBuffer, step: int, settings: SamplingSettings) -> bool:
         if settings.on_policy_probability == 1:

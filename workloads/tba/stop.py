@@ -1,0 +1,53 @@
+"""A clean end on SIGTERM or Ctrl-C: a flag that a signal handler may set while the main thread waits for it."""
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_LOOK_SECONDS = 0.05
+
+
+class StopFlag:
+    """Has the methods of threading.Event that a loop needs, and no lock.
+
+    A handler runs in the main thread, between two of its instructions. Event.set takes a lock; if the main thread
+    holds it just then, inside Event.wait, it waits for itself for ever. Here is a plain attribute and short sleeps.
+    """
+
+    __slots__ = ("_set",)
+
+    def __init__(self) -> None:
+        self._set = False
+
+    def set(self) -> None:
+        """Ask to stop."""
+        self._set = True
+
+    def is_set(self) -> bool:
+        """Whether somebody asked."""
+        return self._set
+
+    def wait(self, seconds: float) -> bool:
+        """Sleep for `seconds`, or until soon (50 ms) after `set`; whether it is set."""
+        end = time.monotonic() + seconds
+        while not self._set and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, _LOOK_SECONDS))
+        return self._set
+
+
+@contextmanager
+def stop_signals() -> Iterator[StopFlag]:
+    """A flag that SIGTERM and SIGINT set. For the main thread."""
+    flag = StopFlag()
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        flag.set()  # and no logging: the main thread may hold the log's lock right now
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield flag
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
