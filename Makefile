@@ -32,7 +32,7 @@ test-integration: $(VENV)/.dev  ## real processes and servers
 	$(BIN)/python -m pytest tests/integration -q
 
 test-faults: $(VENV)/.dev  ## the long fault tier: SIGKILL at every failpoint and at random
-	$(BIN)/python -m pytest tests/faults -q
+	$(BIN)/python -m pytest tests/faults -q -s
 
 model-check: $(VENV)/.dev  ## explore every interleaving and crash of the bucket protocol; prints the states
 	$(BIN)/python -m pytest tests/unit/protocol/test_model_check.py -q -s

@@ -1,10 +1,11 @@
 """Writes docs/benchmarks.md from docs/results/*.json; `--check` exits 1 if the committed file differs."""
 
-import argparse
 import json
 import sys
 from pathlib import Path
 from typing import Any
+
+from generated import write_or_check
 
 ROOT = Path(__file__).parent.parent
 RESULTS, TARGET = ROOT / "docs" / "results", ROOT / "docs" / "benchmarks.md"
@@ -27,17 +28,7 @@ def render() -> str:
 
 def main() -> int:
     """Write or check."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    check = parser.parse_args().check
-    text = render()
-    if not check:
-        TARGET.write_text(text)
-        return 0
-    if not TARGET.exists() or TARGET.read_text() != text:
-        sys.stderr.write(f"{TARGET.name} is not what docs/results says: run `python hack/benchmark_tables.py`\n")
-        return 1
-    return 0
+    return write_or_check(TARGET, render(), __doc__)
 
 
 def _section(name: str, rows: list[dict[str, Any]]) -> str:

@@ -1,12 +1,12 @@
 """Writes docs/reference/commands.md from the `tba` command; `--check` exits 1 if the committed file differs."""
 
-import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
 import typer
+from generated import write_or_check
 
 from tba.cli import COMMANDS, app
 
@@ -107,16 +107,7 @@ def _cell(text: str | None) -> str:
 
 def main() -> int:
     """Write, or with --check compare."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    text = reference()
-    if not parser.parse_args().check:
-        PATH.write_text(text, encoding="utf-8")
-        return 0
-    if not PATH.exists() or PATH.read_text(encoding="utf-8") != text:
-        sys.stderr.write(f"{PATH} is not what the commands say: run python hack/command_reference.py\n")
-        return 1
-    return 0
+    return write_or_check(PATH, reference(), __doc__)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tba.contracts.errors import CorruptObject, StoreUnavailable, UserError
 from tba.contracts.keys import SHARDS, WEIGHTS, WeightsKey
 from tba.contracts.records import Outcome, PolicyId, RunRecord, Trajectory
 from tba.models import build_model, load_weights
 from tba.prompts import PromptSet, load_prompt_set
 from tba.rewards.sandbox import RewardCall, RewardPool
+from tba.run_record import read_run_record
 from tba.shards import decode_shard
 from tba.snapshots import fetch_snapshot
 from tba.store import ObjectStore, open_store
@@ -36,8 +38,8 @@ class Agreement:
 
 
 def verify(store: ObjectStore, *, limit: int) -> Agreement:
-    """Raises: KeyError if a span names a policy that was never published."""
-    record = RunRecord.model_validate_json(store.get("run.json").data)
+    """Raises: UserError if there is no run; KeyError if a span names a policy that was never published."""
+    record = read_run_record(store)
     prompts = load_prompt_set(store, record.train_prompts)
     rows = _sample(store, record, limit)
     manifests = _published(store)
@@ -108,7 +110,10 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=64, help="trajectories to compare")
     parser.add_argument("--tolerance", type=float, default=1e-3, help="of log-probabilities; 1e-3 suits float32")
     options = parser.parse_args()
-    found = verify(open_store(options.uri), limit=options.limit)
+    try:
+        found = verify(open_store(options.uri), limit=options.limit)
+    except (UserError, CorruptObject, StoreUnavailable) as error:
+        raise SystemExit(f"error: {error}") from error
     print(
         f"{found.trajectories} trajectories, {found.tokens} tokens of {found.versions} versions: "
         f"max |delta log-prob| {found.max_logprob_difference:.3g}, max |delta reward| {found.max_reward_difference:.3g}"

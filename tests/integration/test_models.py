@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from tba.contracts.config import Model
 from tba.contracts.errors import CorruptObject, UserError
 from tba.models import build_model, eos_token_ids, load_model, load_weights, weight_tensors
+from tba.store import open_store
 
 
 def settings(uri: str, **more) -> Model:
@@ -86,6 +87,19 @@ def test_wrong_uris_say_what_and_the_remedy(tmp_path: Path, monkeypatch):
         load_model(settings(f"file://{tmp_path}"), base_dir=tmp_path)
     with pytest.raises(UserError, match="clusters only"):
         load_model(settings("pvc://claim/x"), base_dir=tmp_path)
+
+
+def test_a_model_of_a_bucket_is_read_through_the_store_it_is_given(tmp_path: Path):
+    save_tiny(tmp_path / "m", tied=True)
+    asked = []
+
+    def open_at_the_runs_endpoint(uri: str):
+        asked.append(uri)
+        return open_store(f"file://{tmp_path}/m")
+
+    loaded = load_model(settings("s3://bucket/m"), base_dir=tmp_path, open_store=open_at_the_runs_endpoint)
+    assert asked == ["s3://bucket/m"]
+    assert loaded.revision == load_model(settings("file://m"), base_dir=tmp_path).revision
 
 
 def test_hf_without_network_names_the_remedy(tmp_path: Path, monkeypatch):

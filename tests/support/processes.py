@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ class Cluster:
         self._logs = 0
         write_config(root / "config", job)
 
-    @property
+    @cached_property
     def store(self) -> ObjectStore:
         """A store of its own to look into the bucket."""
         return open_store(self.uri)
@@ -149,6 +150,8 @@ class Cluster:
                 process.send_signal(signal.SIGCONT)
                 process.kill()
             process.wait()
+        if "store" in self.__dict__:
+            self.store.close()
 
     def _start(self, name: str, arguments: list[str], failpoints: str, env: dict[str, str]) -> subprocess.Popen[bytes]:
         self._logs += 1

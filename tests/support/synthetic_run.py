@@ -124,7 +124,7 @@ def run_record(**objective):
             },
             "modelRevision": "main",
             "trainPrompts": "prompts/x.arrow",
-            "samplesPerPrompt": 24,
+            "live": {"storage": {"uri": "s3://b/run"}, "searcher": {"samplesPerPrompt": 24}},
         }
     )
 

@@ -260,6 +260,12 @@ def test_the_troubleshooting_page_explains_at_least_fifteen_messages():
     assert len(quoted_messages()) >= 15
 
 
+def test_types_of_job_fields_are_told_in_words():
+    cells = re.findall(r"^\| `[\w.]+` \| (.*?) \|", (ROOT / "docs/reference/job.md").read_text("utf-8"), re.MULTILINE)
+    assert len(cells) > 100
+    assert not [cell for cell in cells if "=" in cell or "." in cell]
+
+
 def test_every_exit_code_is_explained():
     text = (ROOT / "docs/reference/exit-codes.md").read_text(encoding="utf-8")
     codes = set(re.findall(r"^\| (\d+)", text, re.MULTILINE))

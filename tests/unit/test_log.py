@@ -2,6 +2,7 @@ import json
 import logging
 import re
 import threading
+from pathlib import Path
 
 import pytest
 import structlog
@@ -57,6 +58,13 @@ def test_a_traceback_holds_no_local_variables(lines):
     text = json.dumps(lines())
     assert "ValueError: bad" in text
     assert secret not in text.replace('secret = \\"hunter2\\"', "")
+
+
+def test_every_event_name_is_written_by_some_module():
+    names = {k: v for k, v in vars(log_module).items() if k.isupper() and isinstance(v, str)}
+    files = [f for f in Path(log_module.__file__).parent.rglob("*.py") if f.name != "log.py"]
+    text = "\n".join(f.read_text(encoding="utf-8") for f in files)
+    assert not [v for k, v in names.items() if not re.search(rf'\b{k}\b|"{v}"', text)]
 
 
 def test_every_event_name_is_a_noun_and_what_happened_to_it():

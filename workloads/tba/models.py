@@ -6,7 +6,7 @@ nothing a model's author put there is applied silently.
 """
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -18,11 +18,15 @@ from torch import nn
 
 from tba.contracts import config
 from tba.contracts.errors import CorruptObject, UserError
+from tba.store import ObjectStore
+from tba.store import open_store as default_open_store
 
 _CONFIG = "config.json"
 # Weight formats that transformers loads without pickle, and the small files around them.
 _PATTERNS = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py", "additional_chat_templates/*")
 _CHUNK_BYTES = 1 << 22
+
+OpenStore = Callable[[str], ObjectStore]
 
 
 @dataclass(slots=True)
@@ -35,11 +39,13 @@ class LoadedModel:
     revision: str  # commit hash for hf://, hash of the files for file:// and s3://
 
 
-def load_model(settings: config.Model, *, base_dir: Path, token: str | None = None) -> LoadedModel:
+def load_model(
+    settings: config.Model, *, base_dir: Path, token: str | None = None, open_store: OpenStore = default_open_store
+) -> LoadedModel:
     """Load `settings.uri` with float32 parameters. A relative file:// path is relative to `base_dir`.
 
-    `token` is for hf://; null takes the environment's.
-    Raises: UserError if there is no such model or it needs code that is not trusted.
+    `token` is for hf://; null takes the environment's. `open_store` opens an s3:// prefix, such as at a run's endpoint.
+    Raises: UserError if there is no such model or it needs code that is not trusted; StoreUnavailable.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -47,7 +53,7 @@ def load_model(settings: config.Model, *, base_dir: Path, token: str | None = No
     disable_progress_bar()  # it would tear the live display
     if settings.lora is not None:
         raise UserError("model.lora is not implemented in this version: remove it to train the full weights")
-    with _local_directory(settings, base_dir, token) as (directory, revision):
+    with _local_directory(settings, base_dir, token, open_store) as (directory, revision):
         model_config, tokenizer = _read_directory(directory, settings.trust_remote_code, settings.uri)
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(
@@ -142,7 +148,9 @@ def eos_token_ids(tokenizer: Any, model_config: Any) -> set[int]:
 
 
 @contextmanager
-def _local_directory(settings: config.Model, base_dir: Path, token: str | None) -> Iterator[tuple[Path, str]]:
+def _local_directory(
+    settings: config.Model, base_dir: Path, token: str | None, open_store: OpenStore
+) -> Iterator[tuple[Path, str]]:
     scheme, _, rest = settings.uri.partition("://")
     if scheme == "hf":
         directory = _download_hf(rest, settings.revision, token)
@@ -154,7 +162,7 @@ def _local_directory(settings: config.Model, base_dir: Path, token: str | None) 
         yield directory, _content_revision(directory)
     elif scheme == "s3":
         with tempfile.TemporaryDirectory(prefix="tba-model-") as folder:
-            _download_s3(settings.uri, Path(folder))
+            _download_s3(open_store(settings.uri), Path(folder))
             yield Path(folder), _content_revision(Path(folder))
     else:
         raise UserError(f"model.uri {settings.uri} is for clusters only: use hf://, s3:// or file:// on this machine")
@@ -177,14 +185,11 @@ def _download_hf(repository: str, revision: str | None, token: str | None) -> Pa
         raise UserError(f"model.uri hf://{repository} (revision {revision}) was refused ({e}): check both") from e
 
 
-def _download_s3(uri: str, folder: Path) -> None:
-    from tba.store import open_store
-
-    store = open_store(uri)
+def _download_s3(store: ObjectStore, folder: Path) -> None:
     try:
         infos = [i for i in store.list_after("") if any(PurePosixPath(i.key).match(p) for p in _PATTERNS)]
         if not infos:
-            raise UserError(f"model.uri {uri} holds no model files: it must be the prefix of a model directory")
+            raise UserError(f"model.uri {store.uri} holds no model files: it must be the prefix of a model directory")
         for info in infos:
             target = folder / info.key
             target.parent.mkdir(parents=True, exist_ok=True)

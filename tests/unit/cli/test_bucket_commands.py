@@ -7,6 +7,7 @@ from support.synthetic_run import latest, log_object, run_record, whole_run
 
 from tba.cli import main
 from tba.contracts import keys
+from tba.contracts.errors import UserError
 from tba.contracts.records import CheckpointManifest, IngestState, Lineage
 from tba.store import open_store
 
@@ -20,6 +21,7 @@ def uri(tmp_path):
         epoch=1, step=50, nonce="0" * 32, parent=None, files=[], ingest=IngestState(intervals={"1" * 32: [(0, 9)]}),
         lineage=Lineage(), ingest_log_seq=1, metrics_log_seq=1, wall_seconds=120.0,
     )  # fmt: skip
+    store.put_once(f"{checkpoint.prefix}master.safetensors", b"weights")
     store.put_once(checkpoint.path, manifest.to_json())
     store.put_once(keys.RUN, run_record().to_json())
     store.put_once(*log_object(1, 0, whole_run(120)))
@@ -93,6 +95,47 @@ def test_a_pin_of_no_checkpoint_names_those_there_are(uri, capsys):
     assert code == 64
     assert "no checkpoint of step 51" in err
     assert "[50]" in err
+
+
+def test_what_the_sweep_left_of_a_checkpoint_cannot_be_pinned(uri, capsys):
+    store = open_store(uri)
+    store.delete([f"{keys.CheckpointKey(50, 1, '0' * 32).prefix}master.safetensors"])
+    store.close()
+    code, _, err = run(capsys, "pin", uri, "50")
+    assert (code, "no checkpoint of step 50" in err) == (64, True)
+
+
+def test_a_row_of_a_piped_table_stays_on_one_line(uri, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    lines = run(capsys, "inspect", "checkpoint", uri)[1].splitlines()
+    assert [line.split()[0] for line in lines if keys.CheckpointKey(50, 1, "0" * 32).path in line] == ["50"]
+    assert len(lines) == 3  # title, head, row
+
+
+@pytest.mark.parametrize("command", [["status"], ["report", "-o", "never.html"], ["watch"]], ids=lambda c: c[0])
+def test_a_run_of_another_release_is_told_without_a_traceback(uri, capsys, command):
+    store = open_store(uri)
+    store.delete([keys.RUN])
+    store.put_once(keys.RUN, b'{"schemaVersion": 2}')
+    store.close()
+    code, _, err = run(capsys, command[0], uri, *command[1:])
+    assert code == 64
+    assert err.startswith(f"error: run.json at {uri} is not of this version: schemaVersion: ")
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", [["check"], ["delete", "--yes"]], ids=lambda c: c[0])
+def test_storage_commands_go_to_the_endpoint_and_region_of_the_command_line(command, capsys, monkeypatch):
+    opened = []
+
+    def refuse(uri, **address):
+        opened.append((uri, address))
+        raise UserError("enough")
+
+    monkeypatch.setattr("tba.store.open_store", refuse)
+    address = ["--endpoint", "http://host:1", "--region", "r"]
+    assert run(capsys, "storage", command[0], "s3://b/p", *command[1:], *address)[0] == 64
+    assert opened == [("s3://b/p", {"endpoint": "http://host:1", "region": "r"})]
 
 
 def test_a_place_without_a_run_is_told(tmp_path, capsys):

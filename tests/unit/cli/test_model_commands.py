@@ -12,9 +12,11 @@ from tba.cli import main
 from tba.cli.evaluate import summarise
 from tba.contracts import keys
 from tba.contracts.config import Model
+from tba.contracts.records import CheckpointManifest, IngestState, Lineage, RunRecord
 from tba.models import load_model, weight_tensors
 from tba.snapshots import publish_snapshot
 from tba.store import open_store
+from tba.trainer.checkpoint import TrainerState, write_checkpoint
 
 
 @pytest.fixture
@@ -66,11 +68,63 @@ def test_an_exported_directory_loads_in_transformers_with_the_weights_of_its_ver
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("1+1=")["input_ids"] == [1, 10, 1, 11]
 
 
-def test_a_version_that_is_not_there_names_those_that_are(run_uri, tmp_path, capsys):
-    code, _, err = run(capsys, "export", run_uri, "--step", "1", "-o", str(tmp_path / "out"))
+@pytest.fixture
+def checkpoint(run_uri, tmp_path):
+    """A checkpoint of step 1, whose snapshot is not there: weights shifted by a third, which bfloat16 cannot hold."""
+    tensors = weight_tensors(load_model(Model(uri=f"file://{tmp_path}/base"), base_dir=tmp_path).model)
+    shifted = {n: t + 1 / 3 if t.dtype.is_floating_point else t for n, t in tensors.items()}
+    manifest = CheckpointManifest(
+        epoch=1, step=1, nonce="2" * 32, parent=None, files=[], ingest=IngestState(), lineage=Lineage(),
+        ingest_log_seq=0, metrics_log_seq=0, wall_seconds=1.0,
+    )  # fmt: skip
+    store = open_store(run_uri)
+    write_checkpoint(store, manifest, TrainerState({"master": shifted, "optimizer": {}}, {}))
+    store.close()
+    return shifted
+
+
+def set_dtype(run_uri, dtype):
+    store = open_store(run_uri)
+    record = RunRecord.model_validate_json(store.get(keys.RUN).data)
+    model = record.config.model.model_copy(update={"dtype": dtype})
+    store.delete([keys.RUN])
+    config = record.config.model_copy(update={"model": model})
+    store.put_once(keys.RUN, record.model_copy(update={"config": config}).to_json())
+    store.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_without_a_snapshot_is_exported_from_its_checkpoint_in_the_dtype_of_the_run(
+    run_uri, checkpoint, dtype, tmp_path, capsys
+):
+    set_dtype(run_uri, dtype)
+    code, out, err = run(capsys, "export", run_uri, "--step", "1", "-o", str(tmp_path / "out"))
+    assert code == 0, err
+    assert "wrote version 1 (epoch 1, " in out and "from its checkpoint" in out
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    for name, parameter in exported.named_parameters():
+        assert torch.equal(parameter, checkpoint[name].to(getattr(torch, dtype))), name
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("1+1=")["input_ids"] == [1, 10, 1, 11]
+
+
+def test_a_version_that_is_not_there_names_those_that_are(run_uri, checkpoint, tmp_path, capsys):
+    code, _, err = run(capsys, "export", run_uri, "--step", "3", "-o", str(tmp_path / "out"))
     assert code == 64
-    assert "no snapshot of version 1" in err
-    assert "[0, 2]" in err
+    assert "no snapshot of version 3" in err
+    assert "there are [0, 2], and checkpoints of steps [1]" in err
+
+
+def test_a_damaged_snapshot_is_told_without_a_traceback(run_uri, tmp_path, capsys):
+    store = open_store(run_uri)
+    key = f"{keys.WeightsKey(2, 1, '1' * 32).prefix}model-00000.safetensors"
+    data = bytearray(store.get(key).data)
+    data[-1] ^= 1
+    store.delete([key])
+    store.put_once(key, bytes(data))
+    store.close()
+    code, _, err = run(capsys, "export", run_uri, "-o", str(tmp_path / "out"))
+    assert (code, err.count("error: "), "Traceback" in err) == (1, 1, False)
+    assert key in err
 
 
 def test_an_export_never_mixes_with_what_is_there(run_uri, tmp_path, capsys):
@@ -97,6 +151,38 @@ def test_a_run_and_its_exported_directory_get_the_same_score(run_uri, prompts, t
     assert {k: v for k, v in of_directory.items() if k != "version"} == {
         k: v for k, v in of_run.items() if k != "version"
     }
+
+
+def test_a_model_directory_is_computed_in_float32_on_a_cpu_unless_told_otherwise(
+    run_uri, prompts, tmp_path, capsys, monkeypatch
+):
+    used = []
+    monkeypatch.setattr("tba.cli.evaluate.evaluate", lambda _s, _p, task, **_: used.append(task.model.dtype))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    common = ["--prompts", str(prompts), "--reward", "arithmetic", "--max-tokens", "4"]
+    for target, chosen in ((str(tmp_path / "base"), []), (str(tmp_path / "base"), ["--dtype", "bfloat16"]),
+                           (run_uri, []), (run_uri, ["--dtype", "bfloat16"])):  # fmt: skip
+        run(capsys, "eval", target, *common, *chosen)
+    assert used == ["float32", "bfloat16", "float32", "bfloat16"]
+
+
+def test_prompts_with_columns_of_other_names_are_read_once_the_command_line_names_them(
+    run_uri, prompts, tmp_path, capsys
+):
+    prompts.write_text(prompts.read_text().replace("question", "problem").replace("answer", "gold"))
+    common = ["eval", str(tmp_path / "base"), "--prompts", str(prompts), "--reward", "arithmetic", "--max-tokens", "4"]
+    code, _, err = run(capsys, *common)
+    assert (code, "no column 'question'" in err, "--prompt-field" in err) == (64, True, True)
+    code, _, err = run(capsys, *common, "--prompt-field", "problem")
+    assert (code, "no column 'answer'" in err, "--answer-field" in err) == (64, True, True)
+    code, out, err = run(capsys, *common, "--prompt-field", "problem", "--answer-field", "gold", "--json")
+    assert code == 0, err
+    assert json.loads(out)["failed"] == 0
+
+
+def test_columns_without_a_file_of_prompts_are_refused(run_uri, capsys):
+    code, _, err = run(capsys, "eval", run_uri, "--prompt-field", "problem", "--max-tokens", "4")
+    assert (code, "pass --prompts FILE" in err) == (64, True)
 
 
 def test_samples_imply_sampling_and_greedy_takes_one(run_uri, prompts, capsys):

@@ -55,6 +55,15 @@ def test_a_run_without_news_is_silent_not_training():
     assert summarise(history([step_row(5)]), START + 10_000).state == "Silent"
 
 
+def test_a_trainer_that_said_it_stops_is_stopped_until_one_resumes():
+    rows = [event("started"), step_row(5), event("checkpoint", step=5), event("stopped", step=5, detail="SIGTERM")]
+    for now in (START + 16, START + 10_000):
+        summary = summarise(history(rows), now)
+        assert (summary.state, summary.detail, summary.eta_seconds) == ("Stopped", "SIGTERM", None)
+    resumed = [*rows, event("resumed", epoch=2, step=5, time=START + 500)]
+    assert summarise(history(resumed), START + 501).state == "Training"
+
+
 @pytest.mark.parametrize("state", ["Complete", "Failed"])
 def test_a_terminal_state_stays_and_has_no_time_left(state):
     summary = summarise(history(whole_run(40), state=state), START + 10_000)

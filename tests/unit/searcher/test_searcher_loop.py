@@ -1,4 +1,3 @@
-import threading
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -7,6 +6,7 @@ from support.memory_store import MemoryStore
 
 from tba.contracts.config import Engine, LiveConfig, Model, Prompts, Reward, RunConfig, Sampling, Storage, Sync, Task
 from tba.contracts.keys import LATEST, EvalKey, ShardKey, WeightsKey
+from tba.contracts.keys import RUN as RUN_RECORD
 from tba.contracts.records import (
     EvalRequest,
     FileEntry,
@@ -29,6 +29,7 @@ from tba.searcher.stats import SearcherStats
 from tba.searcher.sync import Poller
 from tba.shards import decode_shard
 from tba.snapshots import Snapshot
+from tba.stop import StopFlag
 
 RUN, INCARNATION, SIZE = "a" * 32, "b" * 32, 4
 PROMPTS = PromptSet(
@@ -89,8 +90,9 @@ class Rig:
         engine = build(Engine(type="fake", max_num_seqs=capacity, extra_args=fake), model=config.model)
         self.engine = engine if scored else Unscored(engine)
         self.commit = 0
-        self.stopped = threading.Event()
-        self.poller = Poller(self.store, interval_seconds=lambda: 0.1, fetch=self.fetch)
+        self.store.put_once(RUN_RECORD, record.to_json())
+        self.stopped = StopFlag()
+        self.poller = Poller(self.store, run_id=RUN, interval_seconds=lambda: 0.1, fetch=self.fetch)
         self.manifests: dict[str, SnapshotManifest] = {}
         self.stats = SearcherStats()
         self.spool = Spool(

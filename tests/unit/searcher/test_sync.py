@@ -2,11 +2,12 @@ from dataclasses import dataclass
 
 import pytest
 from support.memory_store import MemoryStore
+from support.synthetic_run import run_record
 
 from tba.contracts.errors import CorruptObject, StoreUnavailable
-from tba.contracts.keys import LATEST, WeightsKey
+from tba.contracts.keys import LATEST, RUN, WeightsKey
 from tba.contracts.records import Latest
-from tba.searcher.sync import Poller
+from tba.searcher.sync import Poller, RunReplaced
 from tba.store import AccessDenied, NotFound
 
 
@@ -26,7 +27,11 @@ class Rig:
         self.fetched: list[str] = []
         self.broken: dict[str, Exception] = {}
         self.commit = 0
-        self.poller = Poller(self.store, interval_seconds=lambda: 2.0, fetch=self.fetch, clock=lambda: self.now)
+        self.store.put_once(RUN, run_record().to_json())
+        self.poller = Poller(
+            self.store, run_id=run_record().run_id, interval_seconds=lambda: 2.0, fetch=self.fetch,
+            clock=lambda: self.now,
+        )  # fmt: skip
 
     def fetch(self, store, manifest: str):
         self.fetched.append(manifest)
@@ -153,6 +158,25 @@ def test_a_finished_evaluation_is_not_begun_again():
     rig.poller.evaluation_finished(key(2))
     rig.poll()
     assert rig.poller.evaluation() is None
+
+
+@pytest.mark.parametrize("commits", [0, 1, 9])
+def test_another_run_in_the_place_of_ours_ends_the_searcher_whatever_its_commit_is(commits):
+    rig = Rig()
+    rig.publish(key(1))
+    rig.publish(key(2))
+    rig.poll()
+    rig.store.delete([LATEST])
+    rig.poll()  # a deletion has begun: run.json goes last
+    assert rig.poller.window == 2
+    rig.store.delete([RUN])
+    if commits:
+        rig.store.put_once(RUN, run_record().model_copy(update={"run_id": "f" * 32}).to_json())
+        rig.commit = commits - 1
+        rig.publish(key(0))
+    with pytest.raises(RunReplaced, match="start the searcher again") as caught:
+        rig.poll()
+    assert caught.value.exit_code == 2
 
 
 def test_an_unreadable_latest_changes_nothing():

@@ -1,8 +1,12 @@
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tba.contracts.config import Storage
 from tba.contracts.errors import UserError
+from tba.contracts.explain import field_names
 from tba.store.protocol import AccessDenied, NotFound
 from tba.store.retry import Transient
 from tba.store.s3_errors import classify, classify_broken, classify_message
@@ -52,6 +56,12 @@ def test_a_broken_connection_may_pass_but_a_certificate_does_not_heal():
     refused = 'HTTP error: error sending request\n kind: Connect ... message: "Connection refused"'
     assert str(classify_broken(refused, "s")) == "HTTP error: error sending request (Connection refused)"
     assert isinstance(classify_broken("SSLCertVerificationError: CERTIFICATE_VERIFY_FAILED", "s"), UserError)
+
+
+def test_the_remedy_for_an_unknown_certificate_names_what_can_be_set():
+    told = str(classify_broken("SSLCertVerificationError: CERTIFICATE_VERIFY_FAILED", "s"))
+    assert "AWS_CA_BUNDLE" in told
+    assert all(name in field_names(Storage) for name in re.findall(r"storage\.(\w+)", told))
 
 
 @given(st.integers(300, 599), st.text(max_size=200))

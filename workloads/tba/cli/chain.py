@@ -8,6 +8,9 @@ from tba.contracts.records import CheckpointManifest, Latest, SnapshotManifest
 from tba.snapshots.manifest import fetch_manifest
 from tba.store.protocol import NotFound, ObjectStore
 
+MASTER = "master.safetensors"
+"""In a checkpoint: its weights, float32."""
+
 
 def read_latest(store: ObjectStore) -> Latest:
     """Raises: UserError if there is no run."""
@@ -41,10 +44,10 @@ def checkpoints(store: ObjectStore) -> Iterator[tuple[str, CheckpointManifest]]:
         key = manifest.parent
 
 
-def find_snapshot(store: ObjectStore, version: int | None) -> str:
-    """Manifest key of the newest snapshot, or of the newest with `version`.
+def find_weights(store: ObjectStore, version: int | None) -> str:
+    """Manifest key of the newest snapshot or of the newest with `version`; if that was swept, of its checkpoint.
 
-    Raises: UserError naming the versions there are.
+    Raises: UserError naming the versions and steps there are.
     """
     known: list[int] = []
     for key, manifest in snapshots(store):
@@ -54,7 +57,20 @@ def find_snapshot(store: ObjectStore, version: int | None) -> str:
     kept = [k for k in _listed(store, version) if k not in known] if version is not None else []
     if kept:
         return kept[-1]
-    raise UserError(f"no snapshot of version {version} in {store.uri}: there are {sorted(set(known)) or 'none yet'}")
+    steps = checkpoint_steps(store)
+    if version in steps:
+        return steps[version]
+    raise UserError(
+        f"no snapshot of version {version} in {store.uri}: there are {sorted(set(known)) or 'none yet'}, "
+        f"and checkpoints of steps {sorted(steps) or 'none yet'}: choose one of these"
+    )
+
+
+def checkpoint_steps(store: ObjectStore) -> dict[int, str]:
+    """Step -> manifest key of its newest checkpoint that still holds weights: the sweep may leave a bare manifest."""
+    listed = {o.key for o in store.list_after(keys.CHECKPOINTS)}
+    found = sorted(keys.CheckpointKey.parse(key) for key in listed if key.endswith(f"/{MASTER}"))
+    return {key.step: key.path for key in found if key.path in listed}
 
 
 def find_assets(store: ObjectStore) -> str:

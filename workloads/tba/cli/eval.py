@@ -1,4 +1,4 @@
-"""`tba eval`: evaluate a snapshot of a run, or any model directory."""
+"""`tba eval`: evaluate the weights of a step of a run, or any model directory."""
 
 import json
 from pathlib import Path
@@ -17,11 +17,24 @@ def command(
     prompts: Annotated[
         Path | None, typer.Option(help="JSON Lines or Parquet; default the run's own evaluation prompts.")
     ] = None,
+    prompt_field: Annotated[
+        str | None, typer.Option(help="Column of --prompts with the prompt; default the run's own, else question.")
+    ] = None,
+    answer_field: Annotated[
+        str | None,
+        typer.Option(
+            help="Column of --prompts with the answer, '' if there is none; default the run's own, else answer."
+        ),
+    ] = None,
     reward: Annotated[str | None, typer.Option(help="Built-in reward; default the run's own.")] = None,
     sampling: Annotated[Literal["greedy", "sample"] | None, typer.Option(help="Default the run's own.")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Responses a prompt, with --sampling sample.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0.01, help="Default the run's own.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Response tokens; default the run's own.")] = None,
+    dtype: Annotated[
+        Literal["bfloat16", "float32"] | None,
+        typer.Option(help="Of computation; default the run's own, of a model directory float32 on CPU, else bfloat16."),
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many prompts.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
@@ -32,8 +45,8 @@ def command(
     from tba.cli import evaluate
 
     choice = evaluate.Choice(
-        prompts=prompts, reward=reward, sampling=sampling, samples=samples, temperature=temperature,
-        max_tokens=max_tokens, limit=limit, seed=seed,
+        prompts=prompts, prompt_field=prompt_field, answer_field=answer_field, reward=reward, sampling=sampling,
+        samples=samples, temperature=temperature, max_tokens=max_tokens, dtype=dtype, limit=limit, seed=seed,
     )  # fmt: skip
     if (Path(target) / "config.json").is_file():
         result = evaluate.of_directory(Path(target), choice)

@@ -17,29 +17,42 @@ from tba.cli.model_directory import directory_snapshot, read_snapshot
 from tba.contracts import keys
 from tba.contracts.config import Model, Prompts, Reward, Sampling
 from tba.contracts.errors import UserError
-from tba.contracts.records import RunRecord
 from tba.models import build_model
 from tba.prompts import PromptSet, load_prompt_set, materialize
 from tba.rewards.sandbox import RewardCall, RewardPool
+from tba.run_record import read_run_record
 from tba.searcher.engines.engine import Engine, Request, Response
 from tba.searcher.engines.transformers import TransformersEngine
 from tba.snapshots.fetch import Snapshot
 from tba.store import open_store
-from tba.store.protocol import NotFound, ObjectStore
+from tba.store.protocol import ObjectStore
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """What the command line says; None: the run's own."""
 
-    prompts: Path | None
-    reward: str | None
-    sampling: Literal["greedy", "sample"] | None
-    samples: int | None
-    temperature: float | None
-    max_tokens: int | None
-    limit: int | None
-    seed: int
+    prompts: Path | None = None
+    prompt_field: str | None = None
+    answer_field: str | None = None
+    """Empty: the prompts have no answers."""
+    reward: str | None = None
+    sampling: Literal["greedy", "sample"] | None = None
+    samples: int | None = None
+    temperature: float | None = None
+    max_tokens: int | None = None
+    dtype: Literal["bfloat16", "float32"] | None = None
+    limit: int | None = None
+    seed: int = 0
+
+    def columns(self, prompts: Prompts) -> Prompts:
+        """`prompts` with the columns that the command line names."""
+        changes: dict[str, str | None] = {}
+        if self.prompt_field is not None:
+            changes["prompt_field"] = self.prompt_field
+        if self.answer_field is not None:
+            changes["answer_field"] = self.answer_field or None
+        return prompts.model_copy(update=changes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +100,20 @@ class Result:
 
 def of_run(store: ObjectStore, version: int | None, choice: Choice) -> Result:
     """Evaluate a snapshot of a run. Raises: UserError, StoreUnavailable, CorruptObject."""
-    try:
-        run = RunRecord.model_validate_json(store.get(keys.RUN).data)
-    except NotFound:
-        raise UserError(f"no run at {store.uri}: it has no {keys.RUN}. Check the URI") from None
+    run = read_run_record(store)
     config = run.config
     evaluation = config.task.evaluation
     snapshot = read_snapshot(store, version)
     task = _decide(choice, config.model, config.task.reward, config.task.sampling, evaluation)
     if choice.prompts is None:
+        if choice.prompt_field is not None or choice.answer_field is not None:
+            raise UserError("--prompt-field and --answer-field name columns of a file: pass --prompts FILE as well")
         if run.eval_prompts is None:
             raise UserError(f"the run at {store.uri} has no evaluation prompts: pass --prompts FILE")
         prompts = load_prompt_set(store, run.eval_prompts)
     else:
         fields = evaluation.prompts or config.task.prompts
-        prompts = _prompts_of(choice.prompts, fields, snapshot, task, choice.limit)
+        prompts = _prompts_of(choice.prompts, choice.columns(fields), snapshot, task, choice.limit)
     return evaluate(snapshot, prompts, task, version=snapshot.manifest.version, limit=choice.limit)
 
 
@@ -109,10 +121,12 @@ def of_directory(folder: Path, choice: Choice) -> Result:
     """Evaluate a model directory. Raises: UserError."""
     if choice.prompts is None or choice.reward is None:
         raise UserError("a model directory says nothing of its task: pass --prompts FILE and --reward NAME")
-    model = Model(uri=f"file://{folder.resolve()}")
+    model = Model(
+        uri=f"file://{folder.resolve()}", dtype=choice.dtype or ("bfloat16" if _device() == "cuda" else "float32")
+    )
     task = _decide(choice, model, Reward(name=choice.reward), Sampling(), None)
     snapshot = directory_snapshot(folder)
-    fields = Prompts(uri=f"file://{choice.prompts.resolve()}")
+    fields = choice.columns(Prompts(uri=f"file://{choice.prompts.resolve()}"))
     prompts = _prompts_of(choice.prompts, fields, snapshot, task, choice.limit)
     return evaluate(snapshot, prompts, task, version=None, limit=choice.limit)
 
@@ -124,7 +138,7 @@ def evaluate(
     count = len(prompts) if limit is None else min(limit, len(prompts))
     engine = TransformersEngine(
         dtype=getattr(torch, task.model.dtype),
-        device="cuda" if torch.cuda.is_available() else "cpu",
+        device=_device(),
         max_model_len=task.model.max_model_len,
         trust_remote_code=task.model.trust_remote_code,
     )
@@ -167,6 +181,10 @@ def summarise(
     )
 
 
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def _call(engine: Engine, prompts: PromptSet, response: Response, prompt: int) -> RewardCall:
     return RewardCall(prompts.texts[prompt], engine.decode(response.tokens), prompts.answers[prompt])
 
@@ -203,6 +221,8 @@ def _decide(choice: Choice, model: Model, reward: Reward, sampling: Sampling, ev
         raise UserError(f"--samples must be 1 with greedy sampling, got {samples}: add --sampling sample")
     if choice.reward is not None:
         reward = Reward(name=choice.reward)
+    if choice.dtype is not None:
+        model = model.model_copy(update={"dtype": choice.dtype})
     changes = {"temperature": choice.temperature, "max_tokens": choice.max_tokens}
     sampling = sampling.model_copy(update={k: v for k, v in changes.items() if v is not None})
     if sampling.max_tokens >= model.max_model_len:

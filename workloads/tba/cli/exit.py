@@ -1,6 +1,6 @@
 """The one place where errors become exit codes (interface.md §2).
 
-0 done, 1 crash, 2 storage unavailable, 3 fenced, 64 user error, 130 Ctrl-C, 143 SIGTERM.
+0 done, 1 crash or damaged object, 2 storage unavailable, 3 fenced, 64 user error, 130 Ctrl-C, 143 SIGTERM.
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from tba.contracts.errors import Fenced, StoreUnavailable, UserError
+from tba.contracts.errors import CorruptObject, Fenced, StoreUnavailable, UserError
 
 CRASH = 1
 INTERRUPTED = 130
@@ -42,7 +42,7 @@ def exit_code(body: Callable[[], Any]) -> int:
     try:
         result = body()
         return result if isinstance(result, int) else 0
-    except (UserError, StoreUnavailable, Fenced) as error:
+    except (UserError, StoreUnavailable, Fenced, CorruptObject) as error:
         tell(str(error))
         return error.exit_code
     except typer.Exit as error:

@@ -1,4 +1,4 @@
-"""`tba export`: a snapshot as a model directory that transformers and vLLM load."""
+"""`tba export`: the weights of a step as a model directory that transformers and vLLM load."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,13 +17,20 @@ def command(
     endpoint: Endpoint = None,
     region: Region = None,
 ) -> None:
-    """Write weights, configuration and tokenizer of a snapshot, every byte verified."""
+    """Write weights, configuration and tokenizer of a step, every byte verified.
+
+    They come from its snapshot or, if that was swept, from its checkpoint.
+    """
     from tba.cli.model_directory import read_snapshot, write_directory
     from tba.contracts.errors import UserError
+    from tba.contracts.keys import CHECKPOINTS
 
     if output.exists() and any(output.iterdir()):
         raise UserError(f"--output {output} is not empty: name a new directory")
     snapshot = read_snapshot(open_target(run, endpoint=endpoint, region=region), version)
     write_directory(snapshot.tensors, snapshot.assets, output)
-    manifest = snapshot.manifest
-    typer.echo(f"wrote version {manifest.version} (epoch {manifest.epoch}, {manifest.total_bytes} bytes) to {output}")
+    manifest, size = snapshot.manifest, sum(t.nbytes for t in snapshot.tensors.values())
+    source = "checkpoint" if snapshot.key.startswith(CHECKPOINTS) else "snapshot"
+    typer.echo(
+        f"wrote version {manifest.version} (epoch {manifest.epoch}, {size} bytes, from its {source}) to {output}"
+    )

@@ -14,6 +14,7 @@ from tba.cli.supervisor import Program, RestartPolicy
 from tba.cli.target import RUNS, StorageTarget
 from tba.contracts.errors import UserError
 from tba.contracts.job import TBAJob
+from tba.contracts.supported import refuse_unsupported
 
 EMBEDDED = "embedded"
 BUCKET = "tba"
@@ -127,6 +128,7 @@ def plan(
         raise UserError(
             f"--fresh deletes local runs only, got --storage {storage}: use `tba storage delete URI`, or another prefix"
         )
+    refuse_unsupported(job.spec.run_config())
     _check_files(job)
     notes: list[str] = []
     directory = (run_dir or RUNS / job.metadata.name).resolve()

@@ -69,30 +69,34 @@ class LocalRun:
                 checkpoint=lambda: feed.history.latest.checkpoint if feed.history.latest else None,
                 notify=screen.tell,
             )
-            with _stop_signals(supervisor, screen):
+            with _stop_signals() as received:
                 try:
-                    return self._loop(supervisor, feed, screen)
+                    return self._loop(supervisor, feed, screen, received)
                 finally:
                     supervisor.kill()
                     if supervisor.message:
                         self._failure = supervisor.message
 
-    def _loop(self, supervisor: Supervisor, feed: Feed, screen: Screen) -> int:
+    def _loop(self, supervisor: Supervisor, feed: Feed, screen: Screen, received: list[int]) -> int:
         known: dict[str, int] = {}
         supervisor.start()
         while (code := supervisor.tick()) is None:
+            while received:
+                _stop(received.pop(0), supervisor, screen)
             if supervisor.pids != known:
                 known = supervisor.pids
                 (self._plan.directory / "processes.json").write_text(json.dumps(known))
             history = feed.history
-            summary = self._as_seen_here(merge(summarise(history, time.time()), feed.progress))
+            summary = self._as_seen_here(merge(summarise(history, time.time()), feed.progress), feed.problem)
             screen.show(summary, history, processes=supervisor.restarts)
             time.sleep(_TICK_SECONDS)
         return code
 
-    def _as_seen_here(self, summary: Summary) -> Summary:
+    def _as_seen_here(self, summary: Summary, problem: str) -> Summary:
         """We know more than the bucket while the trainer starts: it is on its way, with this many steps to go."""
         total = summary.total_steps or self._plan.job.spec.objective.total_steps
+        if problem:
+            return replace(summary, detail=f"stale, cannot read the run: {problem}", total_steps=total)
         if summary.state in ("Absent", "Silent"):
             detail = f"the trainer loads model and prompts, see {self._plan.directory / 'logs'}"
             return replace(summary, state="Starting", detail=detail, total_steps=total)
@@ -178,19 +182,25 @@ def free_port() -> int:
 
 
 @contextmanager
-def _stop_signals(supervisor: Supervisor, screen: Screen) -> Iterator[None]:
-    """Ctrl-C or SIGTERM asks for a clean stop; a second one kills."""
+def _stop_signals() -> Iterator[list[int]]:
+    """The signals received and not yet obeyed. The handler only notes them: a terminal may be half written just then."""
+    received: list[int] = []
 
-    def stop(signum: int, _frame: Any) -> None:
-        if supervisor.stopping:
-            screen.tell("killing what is left")
-        else:
-            screen.tell("stopping: the trainer writes a checkpoint; again to kill")
-        supervisor.request_stop(INTERRUPTED if signum == signal.SIGINT else TERMINATED)
+    def note(signum: int, _frame: Any) -> None:
+        received.append(signum)
 
-    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
+    before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield received
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+
+def _stop(signum: int, supervisor: Supervisor, screen: Screen) -> None:
+    """Ctrl-C or SIGTERM asks for a clean stop; a second one kills."""
+    if supervisor.stopping:
+        screen.tell("killing what is left")
+    else:
+        screen.tell("stopping: the trainer writes a checkpoint; again to kill")
+    supervisor.request_stop(INTERRUPTED if signum == signal.SIGINT else TERMINATED)

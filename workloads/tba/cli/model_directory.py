@@ -1,29 +1,38 @@
-"""A snapshot of a run as a model directory, and a model directory as a snapshot."""
+"""The weights of a step as a model directory, and a model directory as a snapshot."""
 
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tba.cli.chain import find_assets, find_snapshot
+from tba.cli.chain import MASTER, find_assets, find_weights
 from tba.contracts.config import Model
-from tba.contracts.keys import WeightsKey, new_nonce
+from tba.contracts.errors import CorruptObject
+from tba.contracts.keys import CHECKPOINTS, CheckpointKey, WeightsKey, new_nonce
 from tba.contracts.records import SnapshotManifest
 from tba.models import load_model, weight_tensors, write_assets
+from tba.run_record import read_run_record
 from tba.snapshots.fetch import Snapshot, fetch_snapshot
 from tba.snapshots.files import get_file
+from tba.snapshots.layout import parse
 from tba.snapshots.manifest import fetch_manifest
 from tba.snapshots.publish import ASSETS
 from tba.store.protocol import ObjectStore
+from tba.trainer.checkpoint import read_manifest
 
 WEIGHTS_FILE = "model.safetensors"
 
 
 def read_snapshot(store: ObjectStore, version: int | None) -> Snapshot:
-    """A verified snapshot with its assets. Raises: UserError, CorruptObject, StoreUnavailable."""
-    snapshot = fetch_snapshot(store, find_snapshot(store, version))
+    """A verified snapshot with its assets, made from the checkpoint of that step if it was swept.
+
+    Raises: UserError, CorruptObject, StoreUnavailable.
+    """
+    key = find_weights(store, version)
+    snapshot = _of_checkpoint(store, key) if key.startswith(CHECKPOINTS) else fetch_snapshot(store, key)
     if not snapshot.assets:
         snapshot = dataclasses.replace(snapshot, assets=newest_assets(store))
     return snapshot
@@ -50,6 +59,19 @@ def directory_snapshot(folder: Path, *, trust_remote_code: bool = False) -> Snap
     loaded = load_model(settings, base_dir=folder)
     manifest = SnapshotManifest(epoch=1, version=0, nonce=new_nonce(), files=[], tensors=[])
     return Snapshot(str(folder), manifest, weight_tensors(loaded.model), dict(loaded.assets))
+
+
+def _of_checkpoint(store: ObjectStore, manifest_key: str) -> Snapshot:
+    """What the trainer published, or would have: master weights in the run's dtype. Without assets."""
+    key = CheckpointKey.parse(manifest_key)
+    entry = next((f for f in read_manifest(store, manifest_key).files if f.name == MASTER), None)
+    if entry is None:
+        raise CorruptObject(f"checkpoint {manifest_key} lists no {MASTER}")
+    dtype: torch.dtype = getattr(torch, read_run_record(store).config.model.dtype)
+    master = parse(get_file(store, key.prefix, entry))
+    tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in master.items()}
+    manifest = SnapshotManifest(epoch=key.epoch, version=key.step, nonce=key.nonce, files=[], tensors=[])
+    return Snapshot(manifest_key, manifest, tensors, {})
 
 
 def _assets_of(store: ObjectStore, manifest_key: str) -> dict[str, bytes]:

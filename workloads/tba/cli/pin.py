@@ -16,18 +16,19 @@ def command(
     endpoint: Endpoint = None,
     region: Region = None,
 ) -> None:
-    """Keep the checkpoint of STEP, and the weights it names, for as long as the pin stands."""
+    """Keep the checkpoint of STEP for as long as the pin stands: to go back to, or to `tba export` the weights from.
+
+    Snapshots of that step are swept all the same.
+    """
+    from tba.cli.chain import checkpoint_steps
+
     store = open_target(run, endpoint=endpoint, region=region)
     if remove:
         store.delete([keys.pin_key(step)])
         typer.echo(f"step {step} is no longer pinned")
         return
-    found = [o.key for o in store.list_after(f"{keys.CHECKPOINTS}{step:010d}/") if o.key.endswith(keys.MANIFEST)]
-    if not found:
-        steps = sorted(
-            {keys.CheckpointKey.parse(o.key).step for o in store.list_after(keys.CHECKPOINTS)
-             if o.key.endswith(keys.MANIFEST)}
-        )  # fmt: skip
-        raise UserError(f"no checkpoint of step {step} in {store.uri}: there are {steps or 'none'}")
+    steps = checkpoint_steps(store)
+    if step not in steps:
+        raise UserError(f"no checkpoint of step {step} in {store.uri}: there are {sorted(steps) or 'none'}")
     store.put_once(keys.pin_key(step), b"")
-    typer.echo(f"step {step} is pinned")
+    typer.echo(f"the checkpoint of step {step} is pinned: `tba export --step {step}` works for as long")

@@ -31,6 +31,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Result as JSON on standard output.")] = False,
 ) -> int:
     """Run JOB here: trainer and searchers as processes, live progress. Ctrl-C stops cleanly, rerun resumes."""
+    from tba.cli.exit import raise_on_sigterm
     from tba.cli.local_plan import plan
     from tba.cli.local_run import LocalRun
 
@@ -38,4 +39,5 @@ def command(
     if dry_run:
         typer.echo(json.dumps(planned.to_dict(), indent=2) if as_json else planned.describe())
         return 0
+    raise_on_sigterm()  # before and after the time in which LocalRun answers it: an embedded server must end too
     return LocalRun(planned, as_json=as_json).run()

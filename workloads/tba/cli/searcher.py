@@ -31,7 +31,9 @@ def command(
             "default a folder of the temporary directory.",
         ),
     ] = None,
-    exit_when_done: Annotated[bool, typer.Option("--exit-when-done", help="End with 0 when the run has ended.")] = False,
+    exit_when_done: Annotated[
+        bool, typer.Option("--exit-when-done", help="End with 0 when the run has ended.")
+    ] = False,
 ) -> int:
     """Generate and score responses with the newest weights; needs the bucket and nothing else."""
     from tba.searcher.main import SearcherOptions, run_searcher

@@ -6,22 +6,26 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-app = typer.Typer(no_args_is_help=True, help="Check, serve or clean up the storage of runs.")
+from tba.cli.target import Endpoint, Region
+
+app = typer.Typer(no_args_is_help=True, help="Check or serve the storage of runs, or delete a run.")
 _UriArgument = Annotated[str, typer.Argument(metavar="URI", help="s3://bucket/prefix or file://directory")]
 
 
 @app.command()
 def check(
-    uri: _UriArgument, as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False
+    uri: _UriArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    endpoint: Endpoint = None,
+    region: Region = None,
 ) -> None:
     """Try every promise a run relies on, such as conditional writes, under a prefix that is removed again."""
+    from tba.cli.table import show
     from tba.store import open_store
     from tba.store.probe import probe, require
 
-    store = open_store(uri)
+    store = open_store(uri, endpoint=endpoint, region=region)
     try:
         results = probe(store)
     finally:
@@ -29,10 +33,8 @@ def check(
     if as_json:
         typer.echo(json.dumps({"uri": store.uri, "checks": [asdict(result) for result in results]}))
     else:
-        table = Table("check", "result", "detail", title=store.uri)
-        for result in results:
-            table.add_row(result.name, "ok" if result.ok else result.severity, result.detail)
-        Console().print(table)
+        rows = [{"check": r.name, "result": "ok" if r.ok else r.severity, "detail": r.detail} for r in results]
+        show(rows, as_json=False, title=store.uri)
     require(results)
 
 
@@ -58,14 +60,17 @@ def serve(
 
 @app.command()
 def delete(
-    uri: _UriArgument, yes: Annotated[bool, typer.Option("--yes", help="Do not ask before deleting.")] = False
+    uri: _UriArgument,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before deleting.")] = False,
+    endpoint: Endpoint = None,
+    region: Region = None,
 ) -> None:
     """Delete one run with everything it stored. Refuses a prefix that holds no run.json."""
     from tba.contracts.errors import UserError
     from tba.contracts.keys import LATEST, RUN
     from tba.store import NotFound, open_store
 
-    store = open_store(uri)
+    store = open_store(uri, endpoint=endpoint, region=region)
     try:
         try:
             store.head(RUN)

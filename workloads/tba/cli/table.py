@@ -8,6 +8,8 @@ import typer
 
 Row = dict[str, Any]
 
+_PIPE_WIDTH = 10_000
+
 
 def show(rows: Sequence[Row], *, as_json: bool, title: str = "") -> None:
     """Print rows that share their keys; keys are the column heads."""
@@ -27,7 +29,9 @@ def show(rows: Sequence[Row], *, as_json: bool, title: str = "") -> None:
     for row in rows:
         table.add_row(*(Text(_text(v)) for v in row.values()))
     console = Console()
-    console.print(table, width=None if console.is_terminal else 200)
+    if not console.is_terminal:
+        console = Console(width=_PIPE_WIDTH)  # grep and awk want a row on one line, however narrow `COLUMNS` is
+    console.print(table)
 
 
 def _text(value: Any) -> str:

@@ -1,5 +1,6 @@
 """What a command line names a run by: a storage URI, a run directory of `tba run`, or a job file."""
 
+import atexit
 import os
 from pathlib import Path
 from typing import Annotated
@@ -59,8 +60,12 @@ def find_target(name: str, *, endpoint: str | None = None, region: str | None = 
 
 
 def open_target(name: str, *, endpoint: str | None = None, region: str | None = None) -> ObjectStore:
-    """The store that `name` means. Raises: UserError, StoreUnavailable."""
-    return open_address(find_target(name, endpoint=endpoint, region=region))
+    """The store that `name` means; of a run with an embedded server, that server runs from now on.
+
+    Raises: UserError, StoreUnavailable.
+    """
+    target = find_target(name, endpoint=endpoint, region=region)
+    return open_address(_served(target) if target.credentials_file and endpoint is None else target)
 
 
 def open_address(target: StorageTarget) -> ObjectStore:
@@ -70,6 +75,24 @@ def open_address(target: StorageTarget) -> ObjectStore:
     return open_store(
         target.uri, endpoint=target.endpoint, region=target.region, force_path_style=target.force_path_style
     )
+
+
+def _served(target: StorageTarget) -> StorageTarget:
+    """The target at its embedded server: the one of a `tba run` that goes on, else one of ours until this process ends."""
+    from tba.cli.exit import raise_on_sigterm
+    from tba.store.serve import EmbeddedServer, ServedAlready
+
+    assert target.credentials_file is not None
+    server = EmbeddedServer(Path(target.credentials_file).parent)
+    try:
+        server.start()
+    except ServedAlready as running:
+        server.endpoint = running.endpoint or target.endpoint or ""
+    else:
+        atexit.register(server.stop)  # commands are short and leave their store open until they end
+        raise_on_sigterm()  # else nobody would stop it
+    os.environ.update(server.env)  # a key pair in the environment would go before the server's own
+    return target.model_copy(update={"endpoint": server.endpoint})
 
 
 def _of_directory(path: Path) -> StorageTarget:

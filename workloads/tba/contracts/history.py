@@ -146,7 +146,7 @@ class SampleRow(Row):
 
 
 class EventRow(Row):
-    """Something that happened to the run: started, resumed, waiting, continued, checkpoint, finished, ..."""
+    """Something that happened to the run: started, resumed, waiting, continued, checkpoint, stopped, finished, ..."""
 
     kind: Literal["event"] = "event"
     event: str

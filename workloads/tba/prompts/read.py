@@ -14,6 +14,10 @@ from tba.store import open_store as default_open_store
 
 Message = dict[str, str]
 
+# What an error tells to set: in a job, and on the command line of an evaluation.
+_PROMPT_FIELD = "prompts.promptField (of tba eval: --prompt-field)"
+_ANSWER_FIELD = "prompts.answerField (of tba eval: --answer-field)"
+
 
 @dataclass(frozen=True, slots=True)
 class RawPrompt:
@@ -45,19 +49,18 @@ def iterate_prompts(
     """`read_prompts`, one at a time."""
     for number, row in enumerate(rows(config, base_dir=base_dir, open_store=open_store), 1):
         where = f"prompt {number} of {config.uri}"
-        content = _content(_field(row, "promptField", config.prompt_field, where), where)
+        content = _content(_field(row, _PROMPT_FIELD, config.prompt_field, where), where)
         answer = None
         if config.answer_field is not None:
-            remedy = ", or set it to null if the reward needs no answer"
-            answer = _answer(_field(row, "answerField", config.answer_field, where, remedy), where)
+            remedy = ", or set it to null (there: '') if the reward needs no answer"
+            answer = _answer(_field(row, _ANSWER_FIELD, config.answer_field, where, remedy), where)
         yield RawPrompt(content, answer)
 
 
 def _field(row: Row, setting: str, name: str, where: str, remedy: str = "") -> Any:
     if name not in row:
         raise UserError(
-            f"{where} has no column {name!r}; its columns are: {columns_of(row)}. "
-            f"Set prompts.{setting} to one of them{remedy}"
+            f"{where} has no column {name!r}; its columns are: {columns_of(row)}. Set {setting} to one of them{remedy}"
         )
     return row[name]
 
@@ -69,7 +72,7 @@ def _content(value: Any, where: str) -> str | list[Message]:
         return [{"role": m["role"], "content": _encodable(m["content"], where)} for m in value]
     raise UserError(
         f"{where} is neither text nor a list of messages with role and content, got {type(value).__name__} "
-        f"{str(value)[:80]!r}: fix the row or set prompts.promptField"
+        f"{str(value)[:80]!r}: fix the row or set {_PROMPT_FIELD}"
     )
 
 

@@ -39,28 +39,20 @@ def _steps(history: History, name: str) -> tuple[list[float], list[float]]:
     return [s for s, _ in kept], [v for _, v in kept]
 
 
-def _line(name: str, label: str, color: str = BLUE) -> Callable[[History, Axes], bool]:
+def _lines(ylabel: str, *series: tuple[str, str, str | None]) -> Callable[[History, Axes], bool]:
+    """A plot of columns of the step rows: (column, colour, label)."""
+
     def plot(history: History, axes: Axes) -> bool:
-        xs, ys = _steps(history, name)
-        if not xs:
-            return False
-        _series(axes, xs, ys, color)
-        axes.set(xlabel="step", ylabel=label)
-        return True
+        drawn = False
+        for name, color, label in series:
+            xs, ys = _steps(history, name)
+            if xs:
+                _series(axes, xs, ys, color, label)
+                drawn = True
+        axes.set(xlabel="step", ylabel=ylabel)
+        return drawn
 
     return plot
-
-
-def _reward(history: History, axes: Axes) -> bool:
-    xs, ys = _steps(history, "reward_mean")
-    if not xs:
-        return False
-    _series(axes, xs, ys, BLUE, "trained batch")
-    fresh_xs, fresh_ys = _steps(history, "generated_reward_mean")
-    if fresh_xs:
-        _series(axes, fresh_xs, fresh_ys, ORANGE, "generated since last step")
-    axes.set(xlabel="step", ylabel="mean reward")
-    return True
 
 
 def _evaluation(history: History, axes: Axes) -> bool:
@@ -75,16 +67,6 @@ def _evaluation(history: History, axes: Axes) -> bool:
     if any(r.samples > 1 for r in rows):
         axes.plot(xs, [r.pass_at_k for r in rows], color=ORANGE, marker=".", label=f"pass@{rows[-1].samples}")
     axes.set(xlabel="version", ylabel="held-out score")
-    return True
-
-
-def _kl(history: History, axes: Axes) -> bool:
-    xs, ys = _steps(history, "kl")
-    if not xs:
-        return False
-    _series(axes, xs, ys, BLUE, "KL to reference")
-    _series(axes, *_steps(history, "ell_std"), ORANGE, "std of log-ratio in a group")
-    axes.set(xlabel="step", ylabel="nats a response")
     return True
 
 
@@ -226,13 +208,17 @@ def _percentile(counts: Counter[int], share: float) -> int:
 
 
 _FIGURES: list[tuple[str, str, str, Callable[[History, Axes], bool]]] = [
-    ("reward", "Reward", "Mean reward of the trained batch and of everything generated since the last step.", _reward),
+    ("reward", "Reward", "Mean reward of the trained batch and of everything generated since the last step.",
+     _lines("mean reward", ("reward_mean", BLUE, "trained batch"),
+            ("generated_reward_mean", ORANGE, "generated since last step"))),
     ("evaluation", "Held-out evaluation", "Of snapshots on prompts never trained on; bars are one standard error.",
      _evaluation),
-    ("loss", "Loss", "Its gradient is what counts; its value is not comparable between runs.", _line("loss", "loss")),
+    ("loss", "Loss", "Its gradient is what counts; its value is not comparable between runs.",
+     _lines("loss", ("loss", BLUE, None))),
     ("logz", "log Ẑ", "Estimated log partition function, mean over the groups of a batch.",
-     _line("log_z", "log Ẑ", GREEN)),
-    ("kl", "Distance from the reference", "Mean summed log-ratio to the reference, and its spread within groups.", _kl),
+     _lines("log Ẑ", ("log_z", GREEN, None))),
+    ("kl", "Distance from the reference", "Mean summed log-ratio to the reference, and its spread within groups.",
+     _lines("nats a response", ("kl", BLUE, "KL to reference"), ("ell_std", ORANGE, "std of log-ratio in a group"))),
     ("staleness", "Staleness", "Optimizer steps between the weights that sampled a row and the step that trained it.",
      _staleness),
     ("versions", "Versions published and trained", "The band spans the policies in each batch.", _versions),
@@ -242,8 +228,8 @@ _FIGURES: list[tuple[str, str, str, Callable[[History, Axes], bool]]] = [
     ("replay", "Replay", "How much is trained again, and how many slots take the replay branch.", _replay),
     ("buffer", "Replay buffer", "Rows over time.", _buffer),
     ("signal", "Groups with a signal", "Share of groups whose rewards differ.",
-     _line("signal_groups_fraction", "share of groups", GREEN)),
-    ("gradient", "Gradient norm", "Before clipping.", _line("grad_norm", "norm")),
+     _lines("share of groups", ("signal_groups_fraction", GREEN, None))),
+    ("gradient", "Gradient norm", "Before clipping.", _lines("norm", ("grad_norm", BLUE, None))),
     ("hold", "Hold of the reference", "β · std(log-ratio) / std(reward): below 0.05 with lag, β no longer holds.",
-     _line("beta_ratio", "ratio")),
+     _lines("ratio", ("beta_ratio", BLUE, None))),
 ]  # fmt: skip

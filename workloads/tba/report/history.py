@@ -25,6 +25,7 @@ from tba.contracts.history import (
     StepRow,
 )
 from tba.contracts.records import Latest, RunRecord
+from tba.run_record import find_run_record
 from tba.store.protocol import NotFound, ObjectStore
 
 BEGINNINGS = ("started", "resumed")
@@ -74,10 +75,10 @@ class HistoryReader:
         self._latest_etag: str | None = None
 
     def refresh(self) -> History:
-        """The history as of now. Raises: StoreUnavailable."""
+        """The history as of now. Raises: UserError if the run is of another release; StoreUnavailable."""
         self._read_latest()
         if self._run is None:
-            self._run = _read_run(self._store)
+            self._run = find_run_record(self._store)
         self._read_logs()
         return assemble(self._rows, run=self._run, latest=self._latest, unreadable_lines=self._unreadable)
 
@@ -118,7 +119,7 @@ class HistoryReader:
 
 
 def read_history(store: ObjectStore) -> History:
-    """The whole history of the run in `store`; empty if there is none yet. Raises: StoreUnavailable."""
+    """The whole history of the run in `store`; empty if there is none yet. Raises: as `refresh`."""
     return HistoryReader(store).refresh()
 
 
@@ -170,10 +171,3 @@ def kept_steps(rows: Iterable[AnyRow]) -> dict[int, float]:
 
 def _only(rows: Iterable[AnyRow], kind: type[R]) -> list[R]:
     return [r for r in rows if isinstance(r, kind)]
-
-
-def _read_run(store: ObjectStore) -> RunRecord | None:
-    try:
-        return RunRecord.model_validate_json(store.get(keys.RUN).data)
-    except NotFound:
-        return None

@@ -14,7 +14,7 @@ SEARCHER_ALIVE_SECONDS = 60.0
 SILENT_SECONDS = 120.0
 """Without any new row for so long a running trainer is reported as not heard of."""
 
-_STATE_EVENTS = (*BEGINNINGS, "waiting", "continued", "finished")
+_STATE_EVENTS = (*BEGINNINGS, "waiting", "continued", "stopped", "finished")
 """Events after which the trainer does something else; a checkpoint, say, is none."""
 
 
@@ -95,7 +95,7 @@ def summarise(history: History, now: float) -> Summary:
         searchers=len(history.searchers),
         trajectories=last.ingested_rows if last else sum(s.rows for s in history.searchers),
         quarantined_shards=len(history.quarantines),
-        eta_seconds=_eta(recent, total, step) if state not in ("Complete", "Failed") else None,
+        eta_seconds=_eta(recent, total, step) if state not in ("Complete", "Failed", "Stopped") else None,
         newest_row_age_seconds=age,
     )
 
@@ -118,6 +118,8 @@ def _state(history: History, age: float | None) -> tuple[str, str]:
     if latest.state is not RunState.RUNNING:
         return latest.state.value, history.events[-1].detail if history.events else ""
     newest = next((e for e in reversed(history.events) if e.event in _STATE_EVENTS), None)
+    if newest and newest.event == "stopped":
+        return "Stopped", newest.detail
     newest_step_time = history.steps[-1].time if history.steps else -math.inf
     if age is not None and age > SILENT_SECONDS:
         return "Silent", f"no news for {age:.0f} s: the trainer is stopped, stuck or cut off from storage"

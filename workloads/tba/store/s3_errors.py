@@ -58,7 +58,8 @@ def classify_broken(text: str, subject: str) -> Exception:
     if _TLS.search(text):
         return UserError(
             f"no trusted TLS connection for {subject}: {_TLS.findall(text)[0]}; "
-            "give the CA with storage.caBundle or AWS_CA_BUNDLE, or correct the endpoint's scheme"
+            "give the CA with AWS_CA_BUNDLE (in a cluster: storage.caBundleConfigMapRef), "
+            "or correct the endpoint's scheme"
         )
     cause = re.search(r'message: "([^"]+)"|error: "([^"]+)"|kind: (Timeout)', text)
     first_line = text.split("\n", 1)[0]

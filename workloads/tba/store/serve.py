@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from tba.contracts.errors import StoreUnavailable, UserError
 
@@ -46,11 +46,19 @@ class Credentials:
         return f"Credentials({self.access_key!r}, ...)"
 
 
+class ServedAlready(UserError):
+    """Another process serves this directory, at `endpoint` (empty: it has only begun to)."""
+
+    def __init__(self, message: str, endpoint: str) -> None:
+        super().__init__(message)
+        self.endpoint = endpoint
+
+
 class EmbeddedServer:
     """Context manager over one server whose data, credentials and logs live in `directory`.
 
     A restart in the same directory keeps objects and credentials. Raises: UserError if the `weed` binary is
-    missing, the port is taken or the directory is served already; StoreUnavailable if it does not come up.
+    missing or the port is taken; ServedAlready; StoreUnavailable if it does not come up.
     """
 
     def __init__(
@@ -231,16 +239,28 @@ class EmbeddedServer:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(descriptor)
-            raise UserError(
-                f"{self.directory} is served already by another process; use that one, stop it, or name another one"
+            raise ServedAlready(
+                f"{self.directory} is served already by another process (`tba run` or `tba watch`?); "
+                "use that one, stop it, or name another one",
+                self._served_at(),
             ) from error
         self._lock = descriptor
 
+    def _recorded(self) -> dict[str, Any] | None:
+        """Process id and ports of the last server here that was not stopped."""
+        try:
+            return json.loads((self.directory / "server.json").read_text())
+        except (OSError, ValueError):
+            return None
+
+    def _served_at(self) -> str:
+        state = self._recorded()
+        return f"http://{_HOST}:{state['ports']['s3']}" if state else ""
+
     def _stop_orphan(self) -> None:
         """End a server whose parent was killed: the lock is free, so nobody else can be its owner."""
-        try:
-            state = json.loads((self.directory / "server.json").read_text())
-        except (OSError, ValueError):
+        state = self._recorded()
+        if state is None:
             return
         pid, deadline = int(state["pid"]), time.monotonic() + _STOP_SECONDS
         while self._is_our_server(pid):

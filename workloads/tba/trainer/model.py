@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from tba.contracts.config import Model, Reference
-from tba.contracts.errors import UserError
 from tba.contracts.records import PolicyId
 from tba.models import load_weights, weight_tensors
 from tba.scoring import Rows, Scorer
@@ -16,19 +15,10 @@ from tba.scoring import Rows, Scorer
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def refuse_unsupported(model: Model, reference: Reference) -> None:
-    """Raises: UserError for settings of the schema that this release cannot honour."""
-    if model.lora is not None:
-        raise UserError("model.lora: this release trains full weights only, got an adapter: remove model.lora")
-    if reference.scorer == "Searcher":
-        raise UserError("objective.reference.scorer: this release scores at the trainer, got Searcher: use Trainer")
-
-
 class Policy:
     """float32 master weights of π_θ, and π_ref under the same kernel, temperature and precision."""
 
     def __init__(self, model: nn.Module, *, config: Model, reference: Reference, temperature: float) -> None:
-        refuse_unsupported(config, reference)
         self._reference_config = reference
         self.publish_dtype = DTYPES[config.dtype]
         # eval(): dropout off, or the two forward passes of one response would differ.

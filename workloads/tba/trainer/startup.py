@@ -25,6 +25,7 @@ from tba.contracts.errors import CorruptObject, UserError
 from tba.contracts.keys import CHECKPOINTS, LATEST, RUN, new_nonce, prompts_key
 from tba.contracts.records import EvalRequest, IngestEntry, Latest, Lineage, RunRecord, RunState, ShardId
 from tba.contracts.runfile import RunFile
+from tba.contracts.supported import refuse_unsupported
 from tba.log import EPOCH_TAKEN, MODEL_LOADED, PROMPTS_MATERIALISED, log
 from tba.models import LoadedModel, build_model, load_model, load_weights
 from tba.prompts import PromptSet, load_prompt_set, materialize
@@ -81,6 +82,7 @@ def prepare(run: RunFile, live: LiveConfig, uri: str) -> Ready:
 
     Raises: UserError (another job's prefix, changed configuration), StoreUnavailable, AlreadyComplete.
     """
+    refuse_unsupported(run.config)
     store = open_run_store(live, uri)
     record = _read_record(store)
     if record is not None:
