@@ -1,5 +1,6 @@
 """Real reward processes that hang, crash, print for ever and eat memory."""
 
+import errno
 import os
 import re
 import signal

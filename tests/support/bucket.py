@@ -22,6 +22,7 @@ class Bucket:
     def __post_init__(self) -> None:
         self.committer = Committer.take_over(self.store)
         self.parent: str | None = None
+        self.scores: dict[int, float] = {}
 
     @property
     def epoch(self) -> int:
@@ -53,18 +54,21 @@ class Bucket:
         return key.path
 
     def checkpoint(self, step, *, score=None, commit=True, complete=True, ingest=None) -> str:
+        """`score`: of this step's evaluation, which ends after the checkpoint has been written."""
         key = CheckpointKey(step, self.epoch, self.nonce())
         self.store.put_once(f"{key.prefix}data.safetensors", b"c")
         manifest = CheckpointManifest(
             epoch=key.epoch, step=step, nonce=key.nonce, parent=self.parent, ingest=ingest or IngestState(),
             files=[FileEntry(name="data.safetensors", size=1, hash=HASH)], lineage=Lineage(), ingest_log_seq=0,
-            metrics_log_seq=0, wall_seconds=0, eval_score=score,
+            metrics_log_seq=0, wall_seconds=0, eval_scores=dict(self.scores),
         )  # fmt: skip
         if complete:
             self.store.put_once(key.path, manifest.to_json())
         if commit:
             self.committer.commit(lambda current, nonce: checkpointed(current, key.path, nonce))
             self.parent = key.path
+        if score is not None:
+            self.scores[step] = score
         return key.path
 
     def shard(self, seq) -> tuple[ShardId, str]:

@@ -16,25 +16,27 @@ class StopFlag:
     holds it just then, inside Event.wait, it waits for itself for ever. Here is a plain attribute and short sleeps.
     """
 
-    __slots__ = ("_set",)
+    __slots__ = ("since",)
 
     def __init__(self) -> None:
-        self._set = False
+        self.since: float | None = None
+        """When somebody first asked, by time.monotonic."""
 
     def set(self) -> None:
         """Ask to stop."""
-        self._set = True
+        if self.since is None:
+            self.since = time.monotonic()
 
     def is_set(self) -> bool:
         """Whether somebody asked."""
-        return self._set
+        return self.since is not None
 
     def wait(self, seconds: float) -> bool:
         """Sleep for `seconds`, or until soon (50 ms) after `set`; whether it is set."""
         end = time.monotonic() + seconds
-        while not self._set and (left := end - time.monotonic()) > 0:
+        while self.since is None and (left := end - time.monotonic()) > 0:
             time.sleep(min(left, _LOOK_SECONDS))
-        return self._set
+        return self.is_set()
 
 
 @contextmanager

@@ -72,6 +72,13 @@ MOP_RECYCLES = _counter("tba_mop_recycles_total", "Times the most-on-policy pool
 REWARD_FAILURES = _counter("tba_reward_failures_total", "Responses that could not be scored.", ("reason",))
 STORAGE_REQUESTS = _counter("tba_storage_requests_total", "Requests to the object store.", ("op", "outcome"))
 
+
+
+def count_storage_request(operation: str, outcome: str) -> None:
+    """`observe` of `tba.store.open_store`."""
+    STORAGE_REQUESTS.labels(operation, outcome).inc()
+
+
 Probe = Callable[[], tuple[bool, str]]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tba.contracts.errors import UserError
 from tba.store import open_store
-from tba.store.serve import EmbeddedServer
+from tba.store.serve import EmbeddedServer, ServedAlready
 
 
 @pytest.fixture
@@ -42,8 +42,9 @@ def test_an_orphan_of_a_killed_parent_is_replaced_but_a_living_owner_is_respecte
     first = EmbeddedServer(tmp_path / "s3")
     first.start()
     pid = first.pid
-    with pytest.raises(UserError, match="served already"):
+    with pytest.raises(ServedAlready, match="served already") as caught:
         EmbeddedServer(tmp_path / "s3").start()
+    assert caught.value.endpoint == first.endpoint
     os.close(first._lock)  # what the kernel does for a parent killed with SIGKILL
     first._lock = None
     with EmbeddedServer(tmp_path / "s3") as second:

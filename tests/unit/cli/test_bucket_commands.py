@@ -19,7 +19,8 @@ def uri(tmp_path):
     checkpoint = keys.CheckpointKey(50, 1, "0" * 32)
     manifest = CheckpointManifest(
         epoch=1, step=50, nonce="0" * 32, parent=None, files=[], ingest=IngestState(intervals={"1" * 32: [(0, 9)]}),
-        lineage=Lineage(), ingest_log_seq=1, metrics_log_seq=1, wall_seconds=120.0,
+        lineage=Lineage(), ingest_log_seq=1, metrics_log_seq=1, wall_seconds=120.0, eval_score=0.9,
+        eval_scores={40: 0.9, 50: 0.5},
     )  # fmt: skip
     store.put_once(f"{checkpoint.prefix}master.safetensors", b"weights")
     store.put_once(checkpoint.path, manifest.to_json())
@@ -75,7 +76,7 @@ def test_inspect_shows_a_damaged_shard_with_its_problem(uri, capsys):
 
 def test_inspect_lists_checkpoints_and_what_was_ingested(uri, capsys):
     (row,) = json.loads(run(capsys, "inspect", "checkpoint", uri, "--json")[1])
-    assert (row["step"], row["shards ingested"], row["pinned"]) == (50, 9, False)
+    assert (row["step"], row["shards ingested"], row["pinned"], row["eval"]) == (50, 9, False, 0.5)
     assert json.loads(run(capsys, "inspect", "snapshots", uri, "--json")[1]) == []
     code, out, _ = run(capsys, "inspect", "buffer", uri)
     assert code == 0

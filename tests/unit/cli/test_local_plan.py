@@ -66,6 +66,28 @@ def test_each_process_is_a_program_of_its_own_with_its_share_of_cores(job_file):
     assert 1 <= int(trainer.env["OMP_NUM_THREADS"]) <= max(1, num_cores() // 4)
 
 
+def test_each_process_knows_its_grace_and_a_searchers_successor_finds_its_shards(job_file):
+    planned = make(job_file, overrides=["searcher.terminationGracePeriodSeconds=60"])
+    trainer, (searcher, *_) = planned.programs(port=1, environment={})
+    assert " --grace-seconds 600" in " ".join(trainer.argv)
+    assert f" --grace-seconds 45.0 --spool-dir {planned.directory}/spool --name" in " ".join(searcher.argv)
+    assert searcher.grace_seconds == 60
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [("{name: gsm9k}", "no such reward. Built in: arithmetic"), ("{configMapRef: {name: a, key: b.py}}", "a/b.py")],
+)
+def test_a_reward_that_does_not_exist_is_told_before_anything_starts(job_file, reward, message):
+    with pytest.raises(UserError, match=message):
+        make(job_file, overrides=[f"task.reward={reward}"])
+
+
+def test_a_run_without_searchers_says_whom_it_waits_for(job_file):
+    assert f"tba searcher --storage file://{job_file.parent}/run/store" in make(job_file, searchers=0).describe()
+    assert "waits" not in make(job_file, searchers=1).describe()
+
+
 @pytest.mark.parametrize(
     ("override", "field"),
     [

@@ -7,14 +7,19 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from support.jobs import smallest
+from support.synthetic_run import latest
 
 from tba.cli.local_plan import plan
-from tba.cli.local_run import LocalRun
+from tba.cli.local_run import LocalRun, _stop_signals
+from tba.cli.view import plain
 from tba.contracts.runfile import read_live_config, read_run_file
+from tba.report.history import History
+from tba.report.summary import summarise
 
 TESTS = Path(__file__).parents[2]
 STAND_IN = f"""
@@ -92,6 +97,25 @@ def test_a_second_call_says_that_it_resumes(job_file, capfd):
     capfd.readouterr()
     LocalRun(planned(job_file, code=64, state="Running")).run()
     assert "resumes: the store holds this run at step 120 (Running)" in capfd.readouterr().out
+
+
+def test_a_run_that_cannot_be_read_says_so_in_its_line_and_a_silent_trainer_is_starting(job_file):
+    run, history = LocalRun(planned(job_file)), History(latest=latest(step=7))
+    feed = SimpleNamespace(progress=None, problem="KeyError: 'x'")
+
+    def line():
+        return plain(run._as_seen_here(summarise(history, 0.0), feed, stopping=False))
+
+    assert "stale, cannot read the run: KeyError: 'x'" in line()
+    feed.problem = ""
+    assert "step 7/700 · Starting · the trainer loads model and prompts" in line()
+
+
+def test_a_stop_signal_is_only_noted_by_its_handler():
+    with _stop_signals() as received:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert received == [signal.SIGINT, signal.SIGTERM]
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

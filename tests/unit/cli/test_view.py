@@ -59,6 +59,8 @@ def test_what_the_trainer_says_of_itself_replaces_what_the_bucket_knows():
     assert (merged.state, merged.detail, merged.step) == ("WaitingForData", "replay ratio 2.1 > 2", 44)
     assert merged.reward == summary.reward
     assert merge(summary, None) == summary
+    starting = merge(summary, progress.model_copy(update={"state": "Starting", "step": 0, "detail": ""}))
+    assert (starting.state, starting.step) == ("Starting", summary.step), "it does not know yet, the bucket does"
 
 
 def test_a_histogram_in_text_adds_up_and_is_cut():

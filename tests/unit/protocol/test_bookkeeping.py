@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from tba.contracts.keys import CheckpointKey
 from tba.contracts.records import CheckpointManifest, IngestState, PolicyId, ShardId
-from tba.protocol.bookkeeping import Bookkeeping
+from tba.protocol.bookkeeping import EVAL_SCORES, Bookkeeping
 
 A = "a" * 32
 KEY = CheckpointKey(1, 1, "c" * 32).path
@@ -20,7 +20,7 @@ def test_a_crash_rolls_step_and_ingested_shards_back_together():
         Bookkeeping.begun(1)
         .ingest(ShardId(A, 0))
         .stepped(2.0)
-        .evaluated(0.5)
+        .evaluated(1, 0.5)
         .logged(ingest_log_seq=1, metrics_log_seq=2)
     )
     record = saved(book.swept(4))
@@ -34,6 +34,17 @@ def test_a_crash_rolls_step_and_ingested_shards_back_together():
     assert again.lineage.resume_steps == {1: 0, 3: 1}
     assert again.staleness(PolicyId(1, 3)) == 0 and again.effective_version(PolicyId(1, 3)) == 1
     assert again.manifest("d" * 32, []).parent == KEY
+
+
+def test_scores_stay_with_their_steps_whatever_the_order_in_which_evaluations_end():
+    book = Bookkeeping.begun(1).evaluated(20, 0.2).evaluated(10, 0.9)
+    assert book.eval_score == 0.2, "of the newest step, not of the evaluation that ended last"
+    again = Bookkeeping.restored(saved(book), KEY, epoch=2)
+    assert again.eval_scores == {10: 0.9, 20: 0.2} and again.eval_score == 0.2
+    for step in range(30, 30 + 2 * EVAL_SCORES):
+        again = again.evaluated(step, 0.5)
+    assert len(again.eval_scores) == EVAL_SCORES and max(again.eval_scores) == 29 + 2 * EVAL_SCORES
+    assert Bookkeeping.begun(1).eval_score is None
 
 
 @given(st.lists(st.sampled_from(["ingest", "step", "save", "crash"]), max_size=30))

@@ -1,5 +1,6 @@
 """What is particular to the directory; the shared promises are in test_store_contract.py."""
 
+import errno
 import fcntl
 import os
 import signal
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from support.store_settings import SHORT
 
 from tba.contracts.errors import StoreUnavailable, UserError
-from tba.store import open_store
+from tba.store import AccessDenied, open_store
 from tba.store.local import LocalStore
 
 
@@ -101,6 +102,32 @@ def test_equal_content_has_an_equal_etag_only_for_what_may_change(tmp_path):
     assert store.cas("latest", b"1", second) == first
     store.put_once("large", bytes(100_000))
     assert store.head("large").etag == store.get("large").etag != first
+
+
+def test_a_listing_opens_no_file_and_notices_a_change(tmp_path, monkeypatch):
+    store = LocalStore(tmp_path)
+    etag = store.cas("latest", b"1", None)
+    [before] = store.list_after("")
+    store.cas("latest", b"2", etag)
+    monkeypatch.setattr("builtins.open", None)
+    [after] = store.list_after("")
+    assert (after.key, after.size) == ("latest", 1) and after.etag != before.etag
+
+
+def test_errors_of_a_listing_are_told_like_those_of_other_calls(tmp_path, monkeypatch):
+    store = LocalStore(tmp_path, retry=SHORT)
+    store.put_once("a/b", b"1")
+    scandir, errors = os.scandir, [OSError(errno.EIO, "Input/output error"), PermissionError(errno.EACCES, "denied")]
+
+    def fails_first(folder):
+        if errors:
+            raise errors.pop(0)
+        return scandir(folder)
+
+    monkeypatch.setattr("os.scandir", fails_first)
+    with pytest.raises(AccessDenied, match=f"list file://{tmp_path}/a/.*give this user access"):
+        list(store.list_after("a/"))
+    assert [info.key for info in store.list_after("a/")] == ["a/b"]
 
 
 def test_a_file_in_the_place_of_the_root_is_not_taken_for_a_store(tmp_path):

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from tba.contracts.errors import Fenced, StoreUnavailable
+from tba.store import AccessDenied
 from tba.trainer.background import Background
 
 HANG = 10.0  # seconds after which a test that waits for a thread has failed
@@ -108,37 +109,39 @@ def test_check_leaves_the_error_of_a_task_that_still_runs_alone():
         single.join(HANG)
 
 
-def test_storage_failure_is_tried_again_with_visible_waiting_until_it_answers():
+@pytest.mark.parametrize("error", [StoreUnavailable("no answer"), AccessDenied("credentials rotate")])
+def test_storage_failure_is_tried_again_with_visible_waiting_until_it_answers(error):
     clock = Clock()
     single, seen = background(clock=clock), []
 
     def task():
-        seen.append(single.waiting_since)
+        seen.append(single.outage.since)
         if len(seen) < 4:
-            raise StoreUnavailable("no answer")
+            raise error
 
     clock.now = 3.0
     single.submit(task)
     assert single.join(HANG)
     assert seen == [None, 3.0, 3.0, 3.0]
-    assert single.waiting_since is None
+    assert single.outage.since is None
     assert len(clock.slept) == 3 and clock.slept == sorted(clock.slept) and clock.slept[0] > 0
 
 
-def test_storage_is_given_up_only_after_the_limit():
+@pytest.mark.parametrize("error", [StoreUnavailable("no answer"), AccessDenied("no answer")])
+def test_storage_is_given_up_only_after_the_limit(error):
     clock = Clock()
     single, tries = background(20.0, clock), []
 
     def task():
         tries.append(clock.now)
-        raise StoreUnavailable("no answer")
+        raise error
 
     single.submit(task)
-    with pytest.raises(StoreUnavailable, match="no answer"):
+    with pytest.raises(type(error), match="no answer"):
         single.join()
     assert tries[-1] > 20.0 >= tries[-2]
     assert max(clock.slept) <= 5.0
-    assert single.waiting_since is None
+    assert single.outage.since is None
 
 
 def test_any_other_error_is_not_tried_again():

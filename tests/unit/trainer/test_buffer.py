@@ -359,15 +359,45 @@ def test_an_empty_buffer_can_be_saved_and_restored() -> None:
     assert other.add(new_rows(0, V(0, 1, [R([1])]))).added == 1
 
 
-def test_restore_refuses_a_missing_shard_a_missing_row_and_a_used_buffer() -> None:
+@pytest.mark.parametrize("harm", ["gone", "without rows"])
+def test_rows_of_a_lost_shard_leave_members_visits_and_pending_together(harm: str) -> None:
+    buffer = make()
+    shards = [
+        new_rows(0, V(0, 1, [R([1]), R([2])]), V(1, 2, [R([3])]), V(2, 3, [R([4])], size=3)),
+        new_rows(1, V(3, 1, [R([5], version=2)]), V(2, 3, [R([6])], size=3), V(4, 4, [R([7])])),
+    ]
+    for shard in shards:
+        buffer.add(shard)
+    empty = new_rows(1, incarnation=shards[1].shard.incarnation)
+    other = make()
+    given = [shards[0]] if harm == "gone" else [shards[0], empty]
+    assert other.restore(buffer.state(), lambda wanted: given) == {shards[1].shard: 3}
+    assert stored(other, 1) == [(1,), (2,)] and stored(other, 2) == [(3,)]
+    assert newest_visit(other, 2) == newest_visit(buffer, 2)
+    assert (other.num_prompts, other.prompts.newest_version()) == (2, 0), "prompt 4 had no other row"
+    # Visit 2 of prompt 3 lost a pending row: the rest of it would favour late finishers, so it goes as a whole.
+    assert (len(other), other.pending_rows, other.dropped_rows) == (3, 0, 3 + 1)
+    assert (other.ingested_rows, other.complete_visits) == (buffer.ingested_rows, buffer.complete_visits)
+    other.add(new_rows(2, V(2, 3, [R([8])], size=3)))
+    assert stored(other, 3) == [] and len(other) == 3
+    other.add(new_rows(3, V(5, 4, [R([9])])))
+    assert stored(other, 4) == [(9,)] and other.prompt_tokens(4).tolist() == prompt_of(4)
+    again = restored(other, {s.shard: s for s in (shards[0], new_rows(3, V(5, 4, [R([9])])))})
+    assert [stored(again, p) for p in (1, 2, 4)] == [stored(other, p) for p in (1, 2, 4)]
+
+
+def test_a_buffer_whose_shards_are_all_lost_is_empty_and_goes_on() -> None:
     buffer, shards = example()
-    state = buffer.state()
-    with pytest.raises(CorruptObject, match="were not found"):
-        make().restore(state, lambda wanted: [shards[s] for s in wanted[1:]])
-    with pytest.raises(CorruptObject, match="lacks rows"):
-        make().restore(state, lambda wanted: [new_rows(s.seq, incarnation=s.incarnation) for s in wanted])
+    other = make()
+    lost = other.restore(buffer.state(), lambda wanted: [])
+    assert (sum(lost.values()), len(other), other.pending_rows, other.num_prompts) == (len(buffer), 0, 0, 0)
+    assert other.add(new_rows(7, V(9, 1, [R([1])]))).added == 1
+
+
+def test_restore_refuses_a_used_buffer() -> None:
+    buffer, _ = example()
     with pytest.raises(ValueError, match="needs a new buffer"):
-        buffer.restore(state, lambda wanted: [])
+        buffer.restore(buffer.state(), lambda wanted: [])
 
 
 # -- refusals

@@ -1,6 +1,7 @@
 """Checkpoints: what was captured comes back bit for bit, and a damaged one gives way to its parent, never to step 0."""
 
 import json
+import weakref
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ from support.memory_store import MemoryStore
 from tba import failpoints
 from tba.contracts.errors import CorruptObject
 from tba.contracts.keys import CheckpointKey
-from tba.contracts.records import CheckpointManifest, Lineage, ShardId
+from tba.contracts.records import CheckpointManifest, IngestEntry, Lineage, ShardId
 from tba.protocol.bookkeeping import Bookkeeping
 from tba.store.protocol import NotFound
+from tba.trainer import checkpoint
 from tba.trainer.checkpoint import (
+    LoopFacts,
     TrainerState,
     held_shards,
     read_checkpoint,
@@ -100,6 +103,33 @@ def test_manifest_is_written_last():
         "master.safetensors",
         "facts.json",
     }
+
+
+def test_files_are_made_one_at_a_time_and_are_gone_when_the_next_is_made(monkeypatch):
+    alive: list[weakref.ref] = []
+
+    class Tracked(bytearray):
+        """A bytearray that a weak reference may look at."""
+
+    def serialise(tensors):
+        assert [r() for r in alive if r() is not None] == [], "the file before is still in memory"
+        data = Tracked(original(tensors))
+        alive.append(weakref.ref(data))
+        return data
+
+    original = checkpoint.serialise
+    monkeypatch.setattr(checkpoint, "serialise", serialise)
+    many = TrainerState({name: {"w": torch.ones(3)} for name in ("a", "b", "c")}, {"shard_paths": {}})
+    write_checkpoint(MemoryStore(), manifest(0), many)
+    assert len(alive) == 3
+
+
+def test_facts_of_the_loop_come_back_from_a_checkpoint():
+    store = MemoryStore()
+    facts = LoopFacts("weights/x", [IngestEntry(before_step=3, key="k", num_rows=2)], ["shards/readme", "shards/a"])
+    saved = TrainerState({}, {"shard_paths": {}, **facts.to_json()})
+    again = LoopFacts.of(read_checkpoint(store, write_checkpoint(store, manifest(0), saved))[1].facts)
+    assert again == LoopFacts("weights/x", list(facts.carried), ["shards/a", "shards/readme"])
 
 
 @pytest.mark.parametrize("point", ["checkpoint.before_data", "checkpoint.before_manifest"])

@@ -7,7 +7,7 @@ from support.learning import INCARNATION, make_shard
 
 from tba.contracts.records import FinishReason, Outcome, ShardHeader, Span, Trajectory
 from tba.shards.batch import ShardBatch, from_rows
-from tba.trainer.counters import Counters
+from tba.trainer.counters import FORGET_SECONDS, RECENT_POLICIES, Counters
 
 
 def shard(seq: int, lengths: list[int], rewards: list[float | None], *, version: int = 0, searcher="s-0") -> ShardBatch:
@@ -52,7 +52,7 @@ def test_ingested_rows_are_counted_by_hand():
     counters = busy()
     assert (counters.ingested_rows, counters.generated_tokens) == (6, 2 + 3 + 2 + 4 + 5 + 7)
     assert counters.generated_lengths == {2: 2, 3: 1, 5: 1, 7: 1}, "a failed row has no length"
-    rows = {row.searcher: row for row in counters.searcher_rows(epoch=2, step=9, now=200.0)}
+    rows = {row.searcher: row for row in counters.take_searcher_rows(epoch=2, step=9, now=200.0)}
     first, second = rows["s-0"], rows["s-1"]
     assert (first.shards, first.rows, first.tokens, first.versions, first.newest_version) == (2, 5, 16, 2, 3)
     assert (first.first_seen, first.last_seen, first.stats) == (100.0, 130.0, {"generated": 20.0})
@@ -73,8 +73,41 @@ def test_searchers_not_heard_of_lately_are_not_alive():
 
 
 def test_length_row_holds_both_histograms():
-    row = busy().length_row(epoch=1, step=2, now=3.0)
-    assert (row.generated, row.trained) == ({2: 2, 3: 1, 5: 1, 7: 1}, {2: 2, 7: 1})
+    row = busy().take_length_row(epoch=1, step=2, now=3.0)
+    assert row is not None and (row.generated, row.trained) == ({2: 2, 3: 1, 5: 1, 7: 1}, {2: 2, 7: 1})
+
+
+def test_a_row_is_told_again_only_when_it_has_changed_or_by_the_next_trainer():
+    counters = busy()
+    now = {"epoch": 1, "step": 2, "now": 160.0}
+    assert [r.searcher for r in counters.take_searcher_rows(**now)] == ["s-0", "s-1"]
+    assert counters.take_length_row(**now) is not None
+    assert (counters.take_searcher_rows(**now), counters.take_length_row(**now)) == ([], None)
+    counters.ingested(shard(1, [1], [1.0], searcher="s-1"), now=170.0)
+    assert [(r.searcher, r.shards) for r in counters.take_searcher_rows(**now)] == [("s-1", 2)]
+    assert counters.take_length_row(**now) is not None
+    twin = Counters.restored(counters.state())
+    assert len(twin.take_searcher_rows(**now)) == 2 and twin.take_length_row(**now) is not None
+
+
+def test_a_searcher_silent_for_a_day_leaves_the_table_and_the_totals_stay():
+    counters = busy()  # s-0 was last heard of at 130, s-1 at 150
+    told = counters.take_searcher_rows(epoch=1, step=2, now=140.0 + FORGET_SECONDS)
+    assert [r.searcher for r in told] == ["s-0", "s-1"], "the history gets its last row first"
+    assert [t.searcher for t in counters.searchers.values()] == ["s-1"]
+    assert (counters.ingested_rows, counters.generated_tokens) == (6, 23)
+
+
+def test_distinct_policies_are_counted_exactly_in_bounded_memory():
+    counters = Counters()
+    for version in range(3 * RECENT_POLICIES):
+        counters.ingested(shard(2 * version, [1], [1.0], version=version), now=1.0)
+        counters.ingested(shard(2 * version + 1, [1], [1.0], version=max(0, version - 50)), now=1.0)  # a slow response
+    (tally,) = counters.searchers.values()
+    assert (tally.num_policies, tally.newest_version) == (3 * RECENT_POLICIES, 3 * RECENT_POLICIES - 1)
+    assert len(tally.recent) == RECENT_POLICIES
+    state = json.loads(json.dumps(counters.state()))
+    assert Counters.restored(state) == counters and len(json.dumps(state["searchers"])) < 20 * RECENT_POLICIES
 
 
 def test_restored_counters_equal_and_go_on_as_the_saved_ones():

@@ -12,6 +12,7 @@ from tba.contracts.history import EvalRow
 from tba.contracts.keys import EvalKey, WeightsKey
 from tba.contracts.records import EvalRequest, Outcome
 from tba.evaluation import EvalBlock, EvalResponse, encode_block
+from tba.store import AccessDenied
 from tba.trainer.evaluate import Evaluator, Pending, aggregate
 
 HANG = 10.0  # seconds after which a test that waits for the thread has failed
@@ -94,6 +95,7 @@ class Told:
 
     def __init__(self) -> None:
         self.rows: list[tuple[Pending, EvalRow]] = []
+        self.stalled: list[tuple[Pending, int]] = []
         self.came = threading.Event()
 
     def __call__(self, wanted: Pending, row: EvalRow) -> None:
@@ -106,14 +108,22 @@ class Told:
 
 
 @contextmanager
-def evaluating(store, told):
+def evaluating(store, told, *, stall_seconds: float = 600.0):
     polled = threading.Semaphore(0)
 
     def poll_seconds() -> float:
         polled.release()
         return 0.0005
 
-    evaluator = Evaluator(store, epoch=5, poll_seconds=poll_seconds, on_complete=told)
+    evaluator = Evaluator(
+        store,
+        epoch=5,
+        poll_seconds=poll_seconds,
+        stall_seconds=lambda: stall_seconds,
+        give_up_seconds=600.0,
+        on_complete=told,
+        on_stalled=lambda wanted, blocks: told.stalled.append((wanted, blocks)),
+    )
     evaluator.polled = polled
     evaluator.start()
     try:
@@ -211,9 +221,36 @@ def test_blocks_of_an_evaluation_that_was_replaced_never_enter_the_next_one():
     assert (row.step, row.pass_at_1, len(told.rows)) == (8, 1.0, 1)
 
 
-def test_outage_passes_and_a_bug_reaches_the_loop():
+def test_evaluation_without_a_new_block_for_the_stall_time_is_given_up_and_the_next_one_goes_its_way():
+    store, told, dead = MemoryStore(), Told(), pending(4)
+    store.put_once(key(dead, 0), encode_block(block(answers(0, 1.0))))
+    with evaluating(store, told, stall_seconds=0.0) as evaluator:
+        evaluator.expect(dead)
+        polls(evaluator, 4)
+        assert (told.stalled, told.rows, evaluator.pending) == ([(dead, 1)], [], None)
+        wanted = pending(8, num_prompts=1)
+        store.put_once(key(wanted, 0), encode_block(block(answers(0, 1.0))))
+        evaluator.expect(wanted)
+        assert told.wait().step == 8
+    assert told.stalled == [(dead, 1)]
+
+
+def test_a_storage_outage_is_no_stall_for_the_blocks_may_have_come():
     class Down(MemoryStore):
-        error: Exception | None = StoreUnavailable("no answer")
+        def list_after(self, prefix, after=None):
+            raise StoreUnavailable("no answer")
+
+    told, wanted = Told(), pending()
+    with evaluating(Down(), told, stall_seconds=0.0) as evaluator:
+        evaluator.expect(wanted)
+        polls(evaluator)
+        assert (told.stalled, evaluator.pending) == ([], wanted)
+
+
+@pytest.mark.parametrize("outage", [StoreUnavailable("no answer"), AccessDenied("credentials rotate")])
+def test_outage_passes_and_a_bug_reaches_the_loop(outage):
+    class Down(MemoryStore):
+        error: Exception | None = outage
 
         def list_after(self, prefix, after=None):
             if self.error is not None:

@@ -105,6 +105,19 @@ def test_checkpoints_are_kept_by_number_interval_score_and_pin_and_stay_reachabl
     assert not any("0000000010/" in key for key in bucket.store.objects), "nothing is reached through it any more"
 
 
+@pytest.mark.parametrize("known", ["by a later checkpoint", "by the trainer alone"])
+def test_the_best_checkpoint_is_the_one_of_the_evaluated_step_though_its_score_came_later(known):
+    bucket = Bucket()
+    bucket.checkpoint(10, score=0.1)
+    bucket.checkpoint(20, score=0.9)
+    bucket.checkpoint(30)  # the first that knows of step 20, and its own score is not known yet
+    fresh = {} if known == "by a later checkpoint" else {30: 0.95}
+    bucket.checkpoint(40)
+    bucket.store.clock += 2 * GRACE
+    sweep(bucket, replace(KEEP, keep_best=1), scores=fresh)
+    assert bucket.restorable() == ([40, 20] if not fresh else [40, 30])
+
+
 def test_a_chain_that_cannot_be_read_stops_the_sweep_of_checkpoints():
     bucket = Bucket()
     paths = [bucket.checkpoint(step) for step in (10, 20, 30, 40)]

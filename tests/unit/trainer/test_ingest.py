@@ -15,6 +15,7 @@ from tba.contracts.keys import ShardKey
 from tba.contracts.records import FinishReason, Outcome, ShardHeader, ShardId, Span, Trajectory
 from tba.protocol.windows import LINGER_SECONDS
 from tba.shards import encode_shard
+from tba.store import AccessDenied
 from tba.trainer.ingest import Arrival, Binding, Ingestor, read_shard
 
 BINDING = Binding(run_id=RUN, num_prompts=4, vocabulary=40)
@@ -49,7 +50,9 @@ def key(seq: int, window: int = 1, searcher: str = "searcher-0") -> str:
 class Loop:
     """What the training loop is to the ingestor: a commit number, what is ingested, and a clock."""
 
-    def __init__(self, store, *, lowest_unswept_window: int = 0, ingested: set[ShardId] | None = None) -> None:
+    def __init__(
+        self, store, *, lowest_unswept_window: int = 0, ingested: set[ShardId] | None = None, foreign=()
+    ) -> None:
         self.commit = 1
         self.ingested = ingested or set()
         self.now = 100.0
@@ -63,6 +66,8 @@ class Loop:
             is_ingested=lambda shard_id: shard_id in self.ingested,
             starved=lambda: False,
             poll_seconds=lambda: 0.0005,
+            give_up_seconds=600.0,
+            foreign=foreign,
             clock=lambda: self.now,
         )
 
@@ -305,7 +310,8 @@ def test_shards_before_one_that_cannot_be_read_are_offered_at_once():
 
 
 @pytest.mark.parametrize("method", ["list_after", "get"])
-def test_storage_that_does_not_answer_is_visible_and_passes(method):
+@pytest.mark.parametrize("error", [StoreUnavailable("no answer"), AccessDenied("credentials rotate")])
+def test_storage_that_does_not_answer_is_visible_and_passes(method, error):
     down = threading.Event()
 
     class Down(MemoryStore):
@@ -319,12 +325,12 @@ def test_storage_that_does_not_answer_is_visible_and_passes(method):
 
         def answer(self, call):
             if call == method and down.is_set():
-                raise StoreUnavailable("no answer")
+                raise error
 
     store = Down()
     with reading(store) as loop:
         loop.whole_poll()
-        assert loop.ingestor.unavailable_since is None
+        assert loop.ingestor.outage.since is None
         loop.now = 250.0
         down.set()
         store.put_once(key(0), shard(0))
@@ -332,12 +338,37 @@ def test_storage_that_does_not_answer_is_visible_and_passes(method):
         loop.whole_poll()
         loop.now = 300.0
         loop.whole_poll()
-        assert loop.ingestor.unavailable_since == 250.0
+        assert loop.ingestor.outage.since == 250.0
         assert loop.ingestor.take(0.0) == []
         down.clear()
         assert [a.key for a in loop.take(1)] == [key(0)]
         loop.whole_poll()
-        assert loop.ingestor.unavailable_since is None
+        assert loop.ingestor.outage.since is None
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("no answer"), AccessDenied("no rights")])
+def test_storage_that_never_answers_again_ends_the_run_with_its_error(error):
+    class Down(MemoryStore):
+        def list_after(self, prefix, after=None):
+            loop.now += 301.0
+            raise error
+
+    loop = Loop(Down())
+    loop.ingestor.start()
+    loop.ingestor._thread.join(HANG)
+    assert loop.now == 100.0 + 3 * 301.0, "600 s since the first failure, and then no more"
+    with pytest.raises(type(error)):
+        loop.ingestor.check()
+
+
+def test_what_is_not_a_shard_and_was_reported_before_a_resume_is_not_reported_again():
+    store = MemoryStore()
+    for name in ("notes.txt", "more.txt"):
+        store.put_once(f"shards/0000000001/{name}", b"hello")
+    with reading(store, foreign=["shards/0000000001/notes.txt"]) as loop:
+        assert [a.key for a in loop.take(1)] == ["shards/0000000001/more.txt"]
+        loop.whole_poll()
+        assert loop.ingestor.take(0.0) == []
 
 
 def test_error_that_is_no_outage_reaches_the_loop():

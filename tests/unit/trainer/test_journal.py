@@ -9,7 +9,8 @@ from support.memory_store import MemoryStore
 from tba.contracts.errors import StoreUnavailable
 from tba.contracts.history import ROW, EventRow
 from tba.contracts.keys import LogKey
-from tba.trainer.journal import Journal
+from tba.store import AccessDenied
+from tba.trainer.journal import Flusher, Journal
 
 
 class FailingStore(MemoryStore):
@@ -133,3 +134,43 @@ def test_two_threads_flushing_at_once_write_each_object_once():
         thread.join()
     assert steps(store) == list(range(50))
     assert store.count("put_once") == 50
+
+
+def flushed(store, *, give_up_seconds: float = 600.0) -> tuple[Journal, Flusher]:
+    journal = Journal(store, "metrics", 3)
+    journal.append(row(1))
+    return journal, Flusher([journal], give_up_seconds=give_up_seconds, interval_seconds=0.0005)
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("no answer"), AccessDenied("credentials rotate")])
+def test_the_flushing_thread_outlives_storage_that_refuses_and_writes_all_rows_then(error):
+    class Down(MemoryStore):
+        tries = 0
+
+        def put_once(self, key, data) -> None:
+            self.tries += 1
+            if self.tries < 4:
+                raise error
+            super().put_once(key, data)
+            written.set()
+
+    store, written = Down(), threading.Event()
+    _, flusher = flushed(store)
+    flusher.start()
+    assert written.wait(10)
+    flusher.close()
+    flusher.check()
+    assert steps(store) == [1] and flusher.outage.since is None
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("a bug"), AccessDenied("no rights any more")])
+def test_the_flushing_thread_never_dies_without_a_word(error):
+    class Broken(MemoryStore):
+        def put_once(self, key, data) -> None:
+            raise error
+
+    _, flusher = flushed(Broken(), give_up_seconds=0.0)
+    flusher.start()
+    flusher._thread.join(10)
+    with pytest.raises(type(error)):
+        flusher.check()

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,14 +11,17 @@ from support.tiny_models import save_tiny
 from tba import telemetry
 from tba.contracts.config import LiveConfig
 from tba.contracts.errors import UserError
-from tba.contracts.history import EvalRow
-from tba.contracts.keys import CHECKPOINTS, LATEST, MANIFEST, ShardKey, WeightsKey
-from tba.contracts.records import EvalRequest, FinishReason, Outcome, ShardHeader, Span, Trajectory
+from tba.contracts.keys import CHECKPOINTS, LATEST, MANIFEST, ShardKey
+from tba.contracts.records import FinishReason, Outcome, ShardHeader, Span, Trajectory
 from tba.contracts.runfile import RunFile
+from tba.report.history import read_history
 from tba.shards import encode_shard
+from tba.stop import StopFlag
+from tba.store import AccessDenied
 from tba.trainer.checkpoint import read_checkpoint
-from tba.trainer.evaluate import Pending
+from tba.trainer.garbage import Swept
 from tba.trainer.loop import Terminated, Trainer
+from tba.trainer.progress import Tracker
 from tba.trainer.replay import read_recorded, replay
 from tba.trainer.startup import prepare
 
@@ -58,10 +62,12 @@ class Run:
         )
 
     def trainer(self) -> Trainer:
-        self.stop = threading.Event()
+        self.stop = StopFlag()
         self.ready = prepare(self.file, self.live, self.uri)
         beat = telemetry.Heartbeat(60.0)
-        return Trainer(self.ready, lambda: self.live, stop=self.stop, heartbeat=beat, grace_seconds=60.0)
+        return Trainer(
+            self.ready, lambda: self.live, stop=self.stop, heartbeat=beat, grace_seconds=60.0, tracker=Tracker(3)
+        )
 
     def put_shard(self, seq: int) -> str:
         """Two visits of two rows each."""
@@ -89,17 +95,27 @@ class Run:
         return path
 
 
-def stopped_in_a_wait(run: Run, *, rows: int) -> None:
-    """Run a trainer until it waits with so many rows ingested, then ask it to end."""
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + HANG
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert condition()
+
+
+def stopped_when(run: Run, reached) -> None:
+    """Run a trainer until `reached(trainer)`, then ask it to end."""
     trainer, ended = run.trainer(), []
     thread = threading.Thread(target=lambda: ended.append(pytest.raises(Terminated, trainer.run)))
     thread.start()
-    deadline = time.monotonic() + HANG
-    while run.ready.learner.counters.ingested_rows < rows and time.monotonic() < deadline:
-        time.sleep(0.005)
+    wait_for(lambda: reached(trainer))
     run.stop.set()
     thread.join(HANG)
     assert ended, "the trainer must end by itself"
+
+
+def stopped_in_a_wait(run: Run, *, rows: int) -> None:
+    """Run a trainer until it waits with so many rows ingested, then ask it to end."""
+    stopped_when(run, lambda _: run.ready.learner.counters.ingested_rows >= rows)
 
 
 @pytest.mark.parametrize("ingest", ["Continuous", "AtSync"])
@@ -143,7 +159,7 @@ def test_a_lost_latest_is_never_taken_for_a_new_run(tmp_path):
 class Stuck:
     """A background task that storage refuses."""
 
-    waiting_since = 0.0
+    outage = SimpleNamespace(description="storage has not answered for 20 s")
 
     def join(self, _timeout):
         return False
@@ -155,16 +171,107 @@ def test_sigterm_ends_a_wait_for_storage_that_does_not_answer(tmp_path):
     run.stop.set()
     with pytest.raises(Terminated):
         trainer._join(Stuck())  # type: ignore[arg-type]
-    assert trainer.tracker.state == "WaitingForStorage"
+    assert (trainer.tracker.state, trainer.tracker.detail) == ("WaitingForStorage", Stuck.outage.description)
 
 
-def test_an_evaluation_without_any_reward_is_no_score_of_zero(tmp_path):
+@pytest.mark.parametrize(("waited", "saved"), [(0.0, True), (20.0, False)])
+def test_the_last_checkpoint_must_fit_what_is_left_of_the_grace_and_not_the_whole_of_it(tmp_path, waited, saved):
+    run = Run(tmp_path)
+    trainer = run.trainer()
+    trainer._publish(None)
+    trainer._join(trainer._publisher.background)
+    trainer._checkpointer.last_seconds = 50.0  # of a grace of 60
+    run.stop.set()
+    run.stop.since -= waited
+    with pytest.raises(Terminated):
+        trainer._check_stop()
+    assert (run.ready.committer.latest.checkpoint is not None) == saved
+
+
+def test_a_shard_lost_between_two_trainers_costs_its_rows_and_not_the_run(tmp_path):
+    run = Run(tmp_path, min_initial=100)
+    run.trainer()
+    kept, lost = run.put_shard(0), run.put_shard(1)
+    stopped_in_a_wait(run, rows=8)
+    run.ready.store.delete([lost])
+    stopped_in_a_wait(run, rows=8)
+    history = read_history(run.ready.store)
+    assert [(q.key, q.reason.split(":")[0]) for q in history.quarantines] == [(lost, "gone")]
+    assert [e.detail.split(":")[0] for e in history.events if e.event == "shard_lost"] == [f"4 rows of {lost}"]
+    assert history.events[-1].event == "stopped"
+    learner = run.ready.learner
+    assert (len(learner.buffer), list(learner.shard_paths.values())) == (4, [kept])
+    assert learner.counters.quarantined_shards == 1 and learner.counters.ingested_rows == 8
+    run.trainer()
+    assert run.ready.lost == [], "told once: the next checkpoint does not name it any more"
+
+
+def test_an_object_that_is_no_shard_is_counted_once_whatever_number_of_trainers_see_it(tmp_path):
+    run = Run(tmp_path)
+    run.trainer()
+    run.ready.store.put_once("shards/0000000001/notes.txt", b"hello")
+    for _ in range(3):
+        # `relieved`: a poll has begun and ended since it waits, and what that found has been taken.
+        stopped_when(run, lambda trainer: trainer._ingestor._windows.relieved and trainer._ingestor._queue.empty())
+    assert run.ready.learner.counters.quarantined_shards == 1
+    assert len(read_history(run.ready.store).quarantines) == 1
+
+
+def test_credentials_that_rotate_at_the_end_delay_the_end_and_the_run_is_complete(tmp_path):
+    run = Run(tmp_path, min_initial=0)
+    trainer = run.trainer()
+    run.put_shard(0)
+    real, refused = run.ready.store.cas, []
+
+    def cas(key, data, etag):
+        if b'"Complete"' in data and len(refused) < 2:
+            if refused:
+                real(key, data, etag)  # it lands, and the reply is lost: the next try finds the run complete
+            refused.append(key)
+            raise AccessDenied("the token has expired")
+        return real(key, data, etag)
+
+    run.ready.store.cas = cas
+    trainer.run()
+    assert len(refused) == 2 and trainer.tracker.state == "Complete"
+
+
+@pytest.mark.parametrize("part", ["_flusher", "_ingestor", "_garbage"])
+def test_a_thread_that_died_ends_the_run_with_its_error(tmp_path, part):
     trainer = Run(tmp_path).trainer()
-    request = EvalRequest(prompts="p", num_prompts=2, block_prompts=2, sampling="greedy", samples=1)
-    row = EvalRow(
-        epoch=1, step=0, time=0.0, policy_epoch=1, num_prompts=0, samples=1, sampling="greedy", pass_at_1=0.0,
-        pass_at_k=0.0, standard_error=0.0, failed=2, mean_response_tokens=3.0,
-    )  # fmt: skip
-    trainer._after_evaluation(Pending(WeightsKey(0, 1, "0" * 32).path, request, 0.0), row)
+    getattr(trainer, part)._error = ZeroDivisionError("a bug")
+    with pytest.raises(ZeroDivisionError):
+        trainer._housekeeping()
+
+
+def test_rights_that_the_sweep_lacks_for_a_while_are_sat_out(tmp_path, monkeypatch):
+    trainer, tries = Run(tmp_path).trainer(), []
+
+    def sweep(*_args, **_options):
+        tries.append(1)
+        if len(tries) < 3:
+            raise AccessDenied("may not delete")
+        return Swept(0, 0)
+
+    monkeypatch.setattr(trainer._sweeper, "sweep", sweep)
+    monkeypatch.setattr(trainer._garbage, "_sleep", lambda _seconds: None)
+    trainer._garbage.submit(trainer._sweep)
+    assert trainer._garbage.join(HANG) and len(tries) == 3
+
+
+def test_the_sweep_knows_scores_that_no_checkpoint_carries_yet(tmp_path, monkeypatch):
+    trainer, seen = Run(tmp_path).trainer(), []
+    monkeypatch.setattr(trainer._sweeper, "sweep", lambda *_a, scores, **_k: seen.append(dict(scores)) or Swept(0, 0))
+    trainer._evaluations._scores.append((3, 0.5))
     trainer._apply_results()
-    assert trainer.tracker.eval_score is None and trainer._book.eval_score is None
+    trainer._sweep()
+    assert seen == [{3: 0.5}] and trainer.tracker.eval_score == 0.5
+
+
+def test_requests_of_the_trainer_to_storage_are_counted(tmp_path):
+    def counted() -> float:
+        return sum(s.value for m in telemetry.STORAGE_REQUESTS.collect() for s in m.samples)
+
+    before = counted()
+    Run(tmp_path).trainer()
+    assert counted() > before

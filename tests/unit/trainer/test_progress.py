@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from support.learning import feed, live_config, make_learner, make_shard
 
+from tba import telemetry
 from tba.trainer.learner import StepResult
 from tba.trainer.optim import Update
-from tba.trainer.progress import Timing, Tracker, sample_row, step_row
+from tba.trainer.progress import StepMetrics, Timing, Tracker, sample_row, step_row
 from tba.trainer.sampling import BatchPlan
 
 TIMING = Timing(step_seconds=2.0, wait_data_seconds=0.5, wait_storage_seconds=0.25)
@@ -105,6 +106,17 @@ def test_learner_fills_the_cumulative_numbers():
     shard = make_shard(0)
     assert row.generated_reward_mean == pytest.approx(float(shard.rewards.mean()))
     assert row_of(result, learner).generated_reward_mean is None, "told once"
+
+
+def test_metrics_of_steps_by_hand():
+    learner, metrics = make_learner(), StepMetrics(mop_recycles=7)
+    before = telemetry.MOP_RECYCLES._value.get()
+    for clipped, recycles in ((True, 7), (False, 9), (False, 9), (True, 12)):
+        result = small_result(update=Update(grad_norm=3.5, clipped=clipped, learning_rate=1e-4))
+        result = replace(result, plan=replace(result.plan, mop_recycles=recycles))
+        metrics.record(row_of(result, learner), result)
+    assert telemetry.GRAD_CLIP_FRACTION._value.get() == 0.5
+    assert telemetry.MOP_RECYCLES._value.get() - before == 5, "of this process: the 7 were counted by the one before"
 
 
 def test_sample_names_its_version_and_searcher():

@@ -76,5 +76,7 @@ class Feed:
         try:
             with opener.open(url, timeout=_TIMEOUT_SECONDS) as answer:
                 return Progress.model_validate_json(answer.read())
+        except TimeoutError:
+            return self.progress  # it is there, and busy
         except (OSError, http.client.HTTPException, ValidationError):
             return None

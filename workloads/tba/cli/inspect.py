@@ -95,6 +95,8 @@ def checkpoint(
 
     store = open_target(run, endpoint=endpoint, region=region)
     pins = {o.key for o in store.list_after(keys.PINS)}
+    found = list(islice(chain.checkpoints(store), limit))
+    scores = {step: score for _, manifest in reversed(found) for step, score in manifest.eval_scores.items()}
     rows: list[dict[str, Any]] = [
         {
             "step": manifest.step,
@@ -103,11 +105,11 @@ def checkpoint(
             "files": len(manifest.files),
             "shards ingested": sum(e - s for spans in manifest.ingest.intervals.values() for s, e in spans),
             "minutes trained": manifest.wall_seconds / 60,
-            "eval": manifest.eval_score,
+            "eval": scores.get(manifest.step),
             "pinned": keys.pin_key(manifest.step) in pins,
             "key": key,
         }
-        for key, manifest in islice(chain.checkpoints(store), limit)
+        for key, manifest in found
     ]
     show(rows, as_json=as_json, title="checkpoints")
 

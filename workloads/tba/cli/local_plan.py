@@ -15,6 +15,7 @@ from tba.cli.target import RUNS, StorageTarget
 from tba.contracts.errors import UserError
 from tba.contracts.job import TBAJob
 from tba.contracts.supported import refuse_unsupported
+from tba.rewards.sandbox import reward_source
 
 EMBEDDED = "embedded"
 BUCKET = "tba"
@@ -130,6 +131,7 @@ def plan(
         )
     refuse_unsupported(job.spec.run_config())
     _check_files(job)
+    reward_source(job.spec.task.reward, job_file.resolve().parent)
     notes: list[str] = []
     directory = (run_dir or RUNS / job.metadata.name).resolve()
     target = _choose_storage(job, storage, directory, job_file.resolve().parent, notes)
@@ -138,6 +140,8 @@ def plan(
         notes.append("engine vllm needs a GPU and the package vllm: transformers is taken instead")
         engine = spec.searcher.engine.model_copy(update={"type": "transformers"})
         spec = spec.model_copy(update={"searcher": spec.searcher.model_copy(update={"engine": engine})})
+    if searchers == 0:
+        notes.append(f"no searchers here: training waits for others, `tba searcher --storage {target.uri} --name NAME`")
     address = {
         "uri": target.uri, "endpoint": target.endpoint, "region": target.region,
         "force_path_style": target.force_path_style,

@@ -32,6 +32,7 @@ from tba.report.history import History
 from tba.report.summary import Summary, summarise
 
 _TICK_SECONDS = 0.2
+_ENDED = ("Complete", "Failed")
 
 
 class LocalRun:
@@ -87,23 +88,26 @@ class LocalRun:
                 known = supervisor.pids
                 (self._plan.directory / "processes.json").write_text(json.dumps(known))
             history = feed.history
-            summary = self._as_seen_here(merge(summarise(history, time.time()), feed.progress), feed.problem)
+            summary = self._as_seen_here(summarise(history, time.time()), feed, stopping=supervisor.stopping)
             screen.show(summary, history, processes=supervisor.restarts)
             time.sleep(_TICK_SECONDS)
         return code
 
-    def _as_seen_here(self, summary: Summary, problem: str) -> Summary:
-        """We know more than the bucket while the trainer starts: it is on its way, with this many steps to go."""
-        total = summary.total_steps or self._plan.job.spec.objective.total_steps
-        if problem:
-            return replace(summary, detail=f"stale, cannot read the run: {problem}", total_steps=total)
-        if summary.state in ("Absent", "Silent"):
+    def _as_seen_here(self, summary: Summary, feed: Feed, *, stopping: bool) -> Summary:
+        """We know more than the bucket: whether it can be read, and that a trainer that does not answer is starting."""
+        summary = merge(summary, feed.progress)
+        summary = replace(summary, total_steps=summary.total_steps or self._plan.job.spec.objective.total_steps)
+        if feed.problem:
+            return replace(summary, detail=f"stale, cannot read the run: {feed.problem}")
+        if feed.progress is None and not stopping and summary.state not in _ENDED:
             detail = f"the trainer loads model and prompts, see {self._plan.directory / 'logs'}"
-            return replace(summary, state="Starting", detail=detail, total_steps=total)
-        return replace(summary, total_steps=total)
+            return replace(summary, state="Starting", detail=detail)
+        return summary
 
     def _close(self, code: int, history: History) -> int:
         summary = summarise(history, time.time())
+        if code in (INTERRUPTED, TERMINATED) and summary.state not in _ENDED:
+            summary = replace(summary, state="Stopped", detail="")
         self._say(closing(summary, history))
         report = self._write_report(history)
         if self._as_json:
@@ -183,7 +187,7 @@ def free_port() -> int:
 
 @contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """The signals received and not yet obeyed. The handler only notes them: a terminal may be half written just then."""
+    """Signals received and not yet obeyed. The handler only notes them: a line may be half written just then."""
     received: list[int] = []
 
     def note(signum: int, _frame: Any) -> None:

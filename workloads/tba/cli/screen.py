@@ -1,5 +1,6 @@
 """Where progress goes: a panel redrawn in place on a terminal, plain lines elsewhere."""
 
+import re
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -45,7 +46,7 @@ class Screen:
         if self._live:
             self._live.update(panel(summary, history, processes=processes or {}), refresh=True)
             return
-        now, said = time.monotonic(), (summary.state, summary.detail)
+        now, said = time.monotonic(), (summary.state, re.sub(r"\d+", "", summary.detail))
         if said != self._said or now - self._said_at >= _PLAIN_SECONDS:
             self._said, self._said_at = said, now
             self._console.print(plain(summary), markup=False, soft_wrap=True)

@@ -78,7 +78,7 @@ def open_address(target: StorageTarget) -> ObjectStore:
 
 
 def _served(target: StorageTarget) -> StorageTarget:
-    """The target at its embedded server: the one of a `tba run` that goes on, else one of ours until this process ends."""
+    """The target at its embedded server: that of a `tba run` that goes on, else one of ours until this process ends."""
     from tba.cli.exit import raise_on_sigterm
     from tba.store.serve import EmbeddedServer, ServedAlready
 

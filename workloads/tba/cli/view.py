@@ -32,6 +32,8 @@ def merge(summary: Summary, progress: Progress | None) -> Summary:
     """The summary from the bucket, with what the trainer says of itself right now in its place."""
     if progress is None or summary.state in ("Complete", "Failed"):
         return summary
+    if progress.state == "Starting":  # it does not know yet how far the run is
+        return replace(summary, state=progress.state, detail=progress.detail)
     return replace(
         summary,
         state=progress.state,

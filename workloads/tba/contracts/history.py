@@ -172,6 +172,7 @@ class Progress(Contract):
     """`/progress` of the trainer: status.progress of the job, and what a person watches."""
 
     run_id: str
+    """Empty while the trainer starts: it has not claimed the run yet."""
     pod_uid: str | None = None
     state: Literal["Starting", "WaitingForData", "Training", "WaitingForStorage", "Evaluating", "Complete", "Failed"]
     detail: str = ""

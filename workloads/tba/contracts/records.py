@@ -238,7 +238,10 @@ class CheckpointManifest(Contract):
     wall_seconds: float = Field(ge=0)
     """Training time up to this step, over all attempts."""
     eval_score: float | None = None
-    """Newest complete evaluation; `keepBest` compares it."""
+    """Newest complete evaluation."""
+    eval_scores: dict[int, float] = Field(default_factory=dict)
+    """Step -> score of the newest complete evaluations. An evaluation ends after the checkpoint of its step has been
+    written, so that `keepBest` finds a checkpoint's score in those behind it."""
 
 
 class RunRecord(Contract):

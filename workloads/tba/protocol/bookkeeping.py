@@ -11,12 +11,15 @@ Ingested identities, step and lineage travel in the same manifest as optimizer a
 them back together: that is what makes ingestion exactly-once in effect.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
 from tba.contracts.records import CheckpointManifest, FileEntry, IngestState, Lineage, PolicyId, ShardId
 from tba.protocol import intervals, lineage
+
+EVAL_SCORES = 64
+"""Evaluations that a checkpoint carries: more than end between two checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +38,8 @@ class Bookkeeping:
     metrics_log_seq: int = 0
     wall_seconds: float = 0.0
     """Training time up to this step, over all attempts."""
-    eval_score: float | None = None
-    """Newest complete evaluation of the surviving run."""
+    eval_scores: Mapping[int, float] = field(default_factory=dict)
+    """Step -> score of the newest complete evaluations of the surviving run."""
 
     @classmethod
     def begun(cls, epoch: int) -> Self:
@@ -59,8 +62,13 @@ class Bookkeeping:
             lineage=lineage.surviving(manifest, epoch),
             checkpoint=key,
             wall_seconds=manifest.wall_seconds,
-            eval_score=manifest.eval_score,
+            eval_scores=manifest.eval_scores,
         )
+
+    @property
+    def eval_score(self) -> float | None:
+        """Score of the newest evaluated step."""
+        return self.eval_scores[max(self.eval_scores)] if self.eval_scores else None
 
     def contains(self, shard_id: ShardId) -> bool:
         """Whether the shard is ingested, or quarantined, in this state."""
@@ -98,9 +106,10 @@ class Bookkeeping:
             )
         return replace(self, ingest_log_seq=ingest_log_seq, metrics_log_seq=metrics_log_seq)
 
-    def evaluated(self, score: float) -> Self:
-        """A complete evaluation of the surviving run."""
-        return replace(self, eval_score=score)
+    def evaluated(self, step: int, score: float) -> Self:
+        """A complete evaluation of the surviving run's weights of `step`."""
+        scores = sorted({**self.eval_scores, step: score}.items())
+        return replace(self, eval_scores=dict(scores[-EVAL_SCORES:]))
 
     def checkpointed(self, key: str) -> Self:
         """`latest` names the checkpoint at `key` now: the next one has it as its parent."""
@@ -132,4 +141,5 @@ class Bookkeeping:
             metrics_log_seq=self.metrics_log_seq,
             wall_seconds=self.wall_seconds,
             eval_score=self.eval_score,
+            eval_scores=dict(self.eval_scores),
         )

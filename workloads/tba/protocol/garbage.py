@@ -11,7 +11,8 @@ older kept one is reached through it.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
 from typing import Protocol, Self
 
 from tba.contracts.config import Storage, Sync
@@ -81,6 +82,8 @@ class View:
     objects: Sequence[Listed]
     now: float
     """The server's clock, unix seconds."""
+    scores: Mapping[int, float] = field(default_factory=dict)
+    """Step -> score of evaluations that the sweeping trainer knows of; those of the chain come on top."""
     chain_broken: bool = False
     """A manifest of the chain could not be read: no checkpoint and no shard is swept."""
 
@@ -104,8 +107,9 @@ def kept_checkpoints(view: View, retention: Retention) -> list[str]:
     listed = {o.key for o in view.objects}
     whole = [key for key, m in view.chain.items() if key in listed and _files(key, m) <= listed]
     steps = {key: view.chain[key].step for key in whole}
-    scores = {key: s for key in whole if (s := view.chain[key].eval_score) is not None}
-    best = sorted(scores, key=lambda key: (-scores[key], -steps[key]))[: retention.keep_best]
+    scores = _scores(view)
+    scored = [key for key in whole if key in scores]
+    best = sorted(scored, key=lambda key: (-scores[key], -steps[key]))[: retention.keep_best]
     every = [k for k in whole if retention.keep_every and steps[k] % retention.keep_every == 0]
     pinned = [k for k in whole if steps[k] in view.pins]
     kept = {*whole[: retention.keep_last], *every, *best, *pinned}
@@ -171,31 +175,27 @@ def _dead_checkpoint_keys(view: View, retention: Retention, kept: list[str]) -> 
     limit = min((newest.epoch, newest.step), (view.epoch + 1, 0))
     folders = {f.manifest: f for f in _folders(view.objects, CHECKPOINTS)}
     reachable = [folders[key] for key in view.chain if key in folders]
-    chain = list(view.chain)
+    chain, scores = list(view.chain), _scores(view)
     needed = set(chain[: chain.index(kept[-1]) + 1])  # the manifests through which the oldest kept one is reached
     for folder in folders.values():
         pinned = folder.order[1] in view.pins and folder.manifest_time is not None
         if folder.manifest in kept or pinned or not folder.order < limit:
             continue
-        superseded = _checkpoint_superseded(view, retention, folder, reachable)
+        superseded = _checkpoint_superseded(view, retention, folder, reachable, scores)
         if _stands(view, retention, folder, superseded):
             yield from (k for k in folder.keys if not (k == folder.manifest and k in needed))
 
 
 def _checkpoint_superseded(
-    view: View, retention: Retention, folder: _Folder, reachable: Sequence[_Folder]
+    view: View, retention: Retention, folder: _Folder, reachable: Sequence[_Folder], scores: Mapping[str, float]
 ) -> float | None:
-    manifest = view.chain.get(folder.manifest)
-    if manifest is None:
+    if folder.manifest not in view.chain:
         return _nth_newer(reachable, folder.order, 1)
     last = _nth_newer(reachable, folder.order, retention.keep_last)
-    score = manifest.eval_score
+    score = scores.get(folder.manifest)
     if last is None or retention.keep_best == 0 or score is None:
         return last
-    scores = {f.manifest: view.chain[f.manifest].eval_score for f in reachable}
-    better = [
-        f.manifest_time for f in reachable if (s := scores[f.manifest]) is not None and s >= score and f != folder
-    ]
+    better = [f.manifest_time for f in reachable if scores.get(f.manifest, -inf) >= score and f != folder]
     times = sorted(t for t in better if t is not None)
     return max(last, times[retention.keep_best - 1]) if len(times) >= retention.keep_best else None
 
@@ -218,6 +218,15 @@ def _dead_shards(
         shard_id = ShardId(key.incarnation, key.seq)
         if shard_id not in needed and all(contains(state, shard_id) for state in states):
             yield listed.key
+
+
+def _scores(view: View) -> dict[str, float]:
+    """Manifest key -> score of the evaluation of that very step: later checkpoints know it, and the trainer itself."""
+    by_step: dict[int, float] = {}
+    for manifest in reversed(list(view.chain.values())):
+        by_step.update(manifest.eval_scores)
+    by_step.update(view.scores)
+    return {key: by_step[m.step] for key, m in view.chain.items() if m.step in by_step}
 
 
 def _stands(view: View, retention: Retention, folder: _Folder, superseded: float | None) -> bool:

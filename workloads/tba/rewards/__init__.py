@@ -62,6 +62,19 @@ def lookup(name: str) -> RewardFunction:
     return _function(_builtin_module(name), "reward")
 
 
+def check_name(name: str) -> None:
+    """Check that a built-in reward has this name; imports nothing.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name not in names():
+        raise UserError(
+            f"task.reward.name: got {name!r}, there is no such reward. Built in: {', '.join(names())}; "
+            "for your own code set task.reward.entrypoint to pkg.mod:fn."
+        )
+
+
 def load(source: RewardSource) -> LoadedReward:
     """Import a reward and check its parameters by name; the user's code runs here.
 
@@ -122,11 +135,7 @@ def _module(source: RewardSource) -> tuple[ModuleType, str]:
 
 
 def _builtin_module(name: str) -> ModuleType:
-    if name not in names():
-        raise UserError(
-            f"task.reward.name: got {name!r}, there is no such reward. Built in: {', '.join(names())}; "
-            "for your own code set task.reward.entrypoint to pkg.mod:fn."
-        )
+    check_name(name)
     try:
         return importlib.import_module(f"{__name__}.{name}")
     except ModuleNotFoundError as error:

@@ -22,7 +22,7 @@ from typing import NamedTuple, Self
 from tba.contracts.config import Reward
 from tba.contracts.errors import UserError
 from tba.contracts.records import Outcome
-from tba.rewards import RewardSource
+from tba.rewards import RewardSource, check_name
 from tba.rewards.worker import PendingCall, State, Worker
 
 _FAILED_STARTS = 3  # in a row, before waiting calls are failed
@@ -258,10 +258,11 @@ def reward_source(reward: Reward, search_path: Path | None) -> RewardSource:
     The file is `search_path/NAME/KEY` (a mounted ConfigMap) or `search_path/KEY`.
 
     Raises:
-        UserError: that file cannot be read.
+        UserError: that file cannot be read, or no built-in reward has the name.
     """
     path = None if search_path is None else str(search_path.resolve())
     if reward.name is not None:
+        check_name(reward.name)
         return RewardSource("name", reward.name, search_path=path, parameters=reward.parameters)
     if reward.entrypoint is not None:
         return RewardSource("entrypoint", reward.entrypoint, search_path=path, parameters=reward.parameters)

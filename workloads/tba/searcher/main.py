@@ -210,7 +210,7 @@ def _open(live: LiveConfig, uri: str) -> ObjectStore:
         endpoint=storage.endpoint,
         region=storage.region,
         force_path_style=storage.force_path_style,
-        observe=lambda operation, outcome: telemetry.STORAGE_REQUESTS.labels(operation, outcome).inc(),
+        observe=telemetry.count_storage_request,
     )
 
 

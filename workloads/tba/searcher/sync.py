@@ -30,7 +30,7 @@ Fetch = Callable[[ObjectStore, str], Snapshot]
 
 
 class RunReplaced(StoreUnavailable):
-    """The run was deleted, or another was made in its place. Exit code 2: started again, a searcher finds the new one."""
+    """The run was deleted, or another one has its place. Exit code 2: started again, a searcher finds the new one."""
 
 
 @dataclass(slots=True)

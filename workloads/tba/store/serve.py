@@ -240,8 +240,8 @@ class EmbeddedServer:
         except BlockingIOError as error:
             os.close(descriptor)
             raise ServedAlready(
-                f"{self.directory} is served already by another process (`tba run` or `tba watch`?); "
-                "use that one, stop it, or name another one",
+                f"{self.directory} is served already by another process; use that one, stop it (a `tba run`, "
+                "or a command that looks into the run, such as `tba watch`?), or name another one",
                 self._served_at(),
             ) from error
         self._lock = descriptor

@@ -5,8 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tba.contracts.errors import StoreUnavailable
-from tba.log import log
+from tba.trainer.outage import PASSING, Outage
 
 
 class Background:
@@ -23,11 +22,9 @@ class Background:
         self._name = name
         self._clock = clock
         self._sleep = sleep
-        self._give_up_seconds = give_up_seconds
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self.waiting_since: float | None = None
-        """Time of `clock` since which storage has refused this task; None while it answers."""
+        self.outage = Outage(name, give_up_seconds=give_up_seconds, clock=clock)
 
     @property
     def busy(self) -> bool:
@@ -67,7 +64,7 @@ class Background:
         except BaseException as error:
             self._error = error
         finally:
-            self.waiting_since = None
+            self.outage.ended()
 
     def _until_storage_answers(self, task: Callable[[], Any]) -> None:
         """Training goes on from the buffer while storage is down; the task is tried again until it is given up."""
@@ -75,12 +72,6 @@ class Background:
             try:
                 task()
                 return
-            except StoreUnavailable as error:
-                now = self._clock()
-                if self.waiting_since is None:
-                    self.waiting_since = now
-                waited = now - self.waiting_since
-                log.warning("storage_unavailable", task=self._name, waited_seconds=round(waited, 1), error=str(error))
-                if waited > self._give_up_seconds:
-                    raise
+            except PASSING as error:
+                waited = self.outage.failed(error)
                 self._sleep(min(5.0, 0.5 + waited / 4))

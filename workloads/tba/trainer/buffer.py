@@ -212,24 +212,28 @@ class ReplayBuffer:
         state["reference"] = text_array(self._reference)
         return state
 
-    def restore(self, state: State, fetch: Fetch) -> None:
+    def restore(self, state: State, fetch: Fetch) -> dict[ShardId, int]:
         """Fill this new buffer from `state`; later draws are those of the buffer that was saved.
 
         `fetch(shards)` yields the rows of each of these shards once, in any order; tokens are read again from them.
-        Raises: CorruptObject if a row is missing.
+        Rows of a shard that it leaves out, or whose rows are not all there, are dropped as if they had fallen to a cap;
+        returns their number by shard.
         """
         if len(self) or len(self.prompts):
             raise ValueError(f"restore needs a new buffer, got one with {len(self)} rows: make another")
         self.prompts.restore(state)
-        self._rows.restore(state, fetch, self.prompts.restore_tokens)
+        missing = self._rows.restore(state, fetch, self.prompts.restore_tokens)
         for name, value in zip(_COUNTERS, state["counters"].tolist(), strict=True):
             setattr(self, name, value)
         self._reference = array_text(state["reference"])
         for fact, rows in zip(state["pending"].tolist(), split(state, "pending"), strict=True):
             incarnation, visit, prompt_id, size, arrived, broken = fact
             self._pending[incarnation, visit] = _Pending(prompt_id, size, arrived, rows.tolist(), bool(broken))
+        if missing:
+            self._drop(np.sort(np.concatenate(list(missing.values()))))
         self._enforce_limit()
         self.changes += 1
+        return {shard: len(rows) for shard, rows in missing.items()}
 
     # -- private: visits
 

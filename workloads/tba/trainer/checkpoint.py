@@ -4,15 +4,15 @@ The buffer's tokens are not in it: rows are read again from their shards (system
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
 from tba.contracts.errors import CorruptObject
 from tba.contracts.keys import CheckpointKey
-from tba.contracts.records import CheckpointManifest, ShardId
+from tba.contracts.records import CheckpointManifest, FileEntry, IngestEntry, ShardId
 from tba.failpoints import failpoint
 from tba.log import CHECKPOINT_RESTORED, log
 from tba.snapshots.files import get_file, put_files
@@ -33,16 +33,44 @@ class TrainerState:
     """JSON: sampler, counters, gradient norms, reference policy."""
 
 
+@dataclass(frozen=True, slots=True)
+class LoopFacts:
+    """What the training loop adds to the learner's facts."""
+
+    version0: str | None
+    """Manifest key of version 0; None until it is published."""
+    carried: Sequence[IngestEntry] = ()
+    """Ingested in this state but after its last step: a resumed trainer logs them again, for the epoch before is cut
+    there."""
+    foreign: Collection[str] = ()
+    """Keys below `shards/` that are no shards, reported once."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Facts of a checkpoint."""
+        return {
+            "version0": self.version0,
+            "carried": [entry.to_json().decode() for entry in self.carried],
+            "foreign": sorted(self.foreign),
+        }
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> Self:
+        """Undo `to_json`."""
+        carried = [IngestEntry.model_validate_json(entry) for entry in facts.get("carried", ())]
+        return cls(facts["version0"], carried, facts.get("foreign", ()))
+
+
 def write_checkpoint(store: ObjectStore, manifest: CheckpointManifest, state: TrainerState) -> str:
     """Upload state and manifest; returns the manifest's key. Visible only once `latest` names it.
 
     `manifest.files` is filled in here. Raises: StoreUnavailable.
     """
     key = CheckpointKey(manifest.step, manifest.epoch, manifest.nonce)
-    files: dict[str, Any] = {f"{name}{SUFFIX}": serialise(tensors) for name, tensors in state.tensors.items()}
-    files[FACTS] = json.dumps(state.facts).encode()
     failpoint("checkpoint.before_data")
-    entries = put_files(store, key.prefix, files)
+    entries: list[FileEntry] = []
+    for name, tensors in state.tensors.items():  # one at a time: never all of the state twice in memory
+        entries += put_files(store, key.prefix, {f"{name}{SUFFIX}": serialise(tensors)})
+    entries += put_files(store, key.prefix, {FACTS: json.dumps(state.facts).encode()})
     failpoint("checkpoint.before_manifest")
     store.put_once(key.path, manifest.model_copy(update={"files": entries}).to_json())
     failpoint("checkpoint.before_commit")

@@ -1,4 +1,7 @@
-"""What the trainer counts over the whole life of a run; part of every checkpoint."""
+"""What the trainer counts over the whole life of a run; part of every checkpoint.
+
+Totals are for ever. The table of searchers holds those heard of lately: processes come and go by the thousand.
+"""
 
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -21,6 +24,11 @@ _PLAIN = (
     "wall_seconds",
 )
 
+RECENT_POLICIES = 1000
+"""Policies of a searcher that are remembered one by one; one that comes back after so many others counts again."""
+FORGET_SECONDS = 86_400.0
+"""A searcher process not heard of for so long leaves the table. The history has its last row."""
+
 
 @dataclass(slots=True)
 class SearcherTally:
@@ -30,20 +38,35 @@ class SearcherTally:
     shards: int = 0
     rows: int = 0
     tokens: int = 0
-    policies: set[tuple[int, int]] = field(default_factory=set)
+    num_policies: int = 0
+    """Distinct policies seen in its spans."""
+    newest_version: int = 0
+    recent: dict[tuple[int, int], None] = field(default_factory=dict)
+    """(epoch, version) of its last policies, last seen last."""
     first_seen: float = 0.0
     last_seen: float = 0.0
     stats: dict[str, float] = field(default_factory=dict)
+    written_shards: int = field(default=0, compare=False)
+    """`shards` when its row was last taken; of this process, as the log is: a new epoch writes all rows again."""
 
     def add(self, batch: ShardBatch, now: float) -> None:
         """Count one shard."""
         self.shards += 1
         self.rows += len(batch)
         self.tokens += int(batch.response_offsets[-1])
-        self.policies.update(zip(batch.span_epochs.tolist(), batch.span_versions.tolist(), strict=True))
+        for policy in sorted(set(zip(batch.span_epochs.tolist(), batch.span_versions.tolist(), strict=True))):
+            self._add_policy(policy)
         self.first_seen = self.first_seen or now
         self.last_seen = now
         self.stats = dict(batch.header.stats)
+
+    def _add_policy(self, policy: tuple[int, int]) -> None:
+        self.num_policies += policy not in self.recent
+        self.newest_version = max(self.newest_version, policy[1])
+        self.recent.pop(policy, None)
+        self.recent[policy] = None
+        if len(self.recent) > RECENT_POLICIES:
+            del self.recent[next(iter(self.recent))]
 
 
 @dataclass(slots=True)
@@ -63,6 +86,7 @@ class Counters:
     searchers: dict[str, SearcherTally] = field(default_factory=dict)
     fresh_rewards: deque[float] = field(default_factory=lambda: deque(maxlen=100_000))
     """Rewards ingested since the last step, before de-duplication."""
+    _written_rows: tuple[int, int] = field(default=(-1, -1), compare=False)
 
     def ingested(self, batch: ShardBatch, now: float) -> None:
         """Count a shard's rows before de-duplication."""
@@ -81,9 +105,9 @@ class Counters:
         self.fresh_rewards.clear()
         return mean
 
-    def searcher_rows(self, *, epoch: int, step: int, now: float) -> list[SearcherRow]:
-        """History rows, one a searcher process."""
-        return [
+    def take_searcher_rows(self, *, epoch: int, step: int, now: float) -> list[SearcherRow]:
+        """History rows of the searcher processes that have delivered since the last call; then forgets silent ones."""
+        rows = [
             SearcherRow(
                 epoch=epoch,
                 step=step,
@@ -93,17 +117,26 @@ class Counters:
                 shards=t.shards,
                 rows=t.rows,
                 tokens=t.tokens,
-                versions=len(t.policies),
-                newest_version=max((v for _, v in t.policies), default=0),
+                versions=t.num_policies,
+                newest_version=t.newest_version,
                 first_seen=t.first_seen,
                 last_seen=t.last_seen,
                 stats=t.stats,
             )
             for incarnation, t in self.searchers.items()
+            if t.shards != t.written_shards
         ]
+        self.searchers = {i: t for i, t in self.searchers.items() if now - t.last_seen <= FORGET_SECONDS}
+        for tally in self.searchers.values():
+            tally.written_shards = tally.shards
+        return rows
 
-    def length_row(self, *, epoch: int, step: int, now: float) -> LengthRow:
-        """History row of the response-length histograms."""
+    def take_length_row(self, *, epoch: int, step: int, now: float) -> LengthRow | None:
+        """History row of the response-length histograms, or None if they are those of the last call."""
+        counted = self.ingested_rows, self.trained_rows
+        if counted == self._written_rows:
+            return None
+        self._written_rows = counted
         return LengthRow(
             epoch=epoch, step=step, time=now, generated=self.generated_lengths, trained=self.trained_lengths
         )
@@ -124,7 +157,9 @@ class Counters:
                     "shards": t.shards,
                     "rows": t.rows,
                     "tokens": t.tokens,
-                    "policies": sorted(t.policies),
+                    "num_policies": t.num_policies,
+                    "newest_version": t.newest_version,
+                    "recent": list(t.recent),
                     "first_seen": t.first_seen,
                     "last_seen": t.last_seen,
                     "stats": t.stats,
@@ -143,6 +178,6 @@ class Counters:
         counters.trained_lengths.update({int(k): int(v) for k, v in state["trained_lengths"]})
         counters.fresh_rewards.extend(state["fresh_rewards"])
         for incarnation, tally in state["searchers"].items():
-            policies = {(int(e), int(v)) for e, v in tally["policies"]}
-            counters.searchers[incarnation] = SearcherTally(**{**tally, "policies": policies})
+            recent = {(int(e), int(v)): None for e, v in tally["recent"]}
+            counters.searchers[incarnation] = SearcherTally(**{**tally, "recent": recent})
         return counters

@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tba.contracts.errors import CorruptObject, StoreUnavailable
+from tba.contracts.errors import CorruptObject
 from tba.contracts.history import EvalRow
 from tba.contracts.keys import EvalKey, WeightsKey
 from tba.contracts.records import EvalRequest, Outcome
 from tba.evaluation import EvalBlock, decode_block
 from tba.log import log
 from tba.store import ObjectStore
+from tba.trainer.outage import PASSING, Outage
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,10 @@ def aggregate(blocks: Sequence[EvalBlock], pending: Pending, *, epoch: int, now:
 
 
 class Evaluator:
-    """Polls for blocks of the one pending evaluation in a thread of its own; `on_complete` gets the row."""
+    """Polls for blocks of the one pending evaluation in a thread of its own.
+
+    `on_complete` gets its row, or `on_stalled` the number of blocks that had come when none came any more.
+    """
 
     def __init__(
         self,
@@ -73,19 +77,24 @@ class Evaluator:
         *,
         epoch: int,
         poll_seconds: Callable[[], float],
+        stall_seconds: Callable[[], float],
+        give_up_seconds: float,
         on_complete: Callable[[Pending, EvalRow], None],
+        on_stalled: Callable[[Pending, int], None],
     ) -> None:
         self._store = store
         self._epoch = epoch
         self._poll_seconds = poll_seconds
+        self._stall_seconds = stall_seconds
         self._on_complete = on_complete
+        self._on_stalled = on_stalled
         self._lock = threading.Lock()
         self._pending: Pending | None = None
         self._blocks: dict[int, EvalBlock] = {}  # of `_pending`; a new one brings a new dict, so that none is mixed
         self._stop = threading.Event()
         self._error: BaseException | None = None
-        self.last_progress = time.monotonic()
-        """When a block last arrived, or the evaluation was asked for (monotonic seconds)."""
+        self._last_progress = time.monotonic()  # a block arrived, or the evaluation was asked for
+        self.outage = Outage("evaluate", give_up_seconds=give_up_seconds)
         self._thread = threading.Thread(target=self._run, name="evaluate", daemon=True)
 
     def start(self) -> None:
@@ -112,7 +121,7 @@ class Evaluator:
         """Wait for this evaluation from now on, in place of any other."""
         with self._lock:
             self._pending, self._blocks = pending, {}
-            self.last_progress = time.monotonic()
+            self._last_progress = time.monotonic()
 
     def check(self) -> None:
         """Raise the thread's error."""
@@ -132,8 +141,9 @@ class Evaluator:
     def _poll_guarded(self, pending: Pending, blocks: dict[int, EvalBlock]) -> None:
         try:
             self._poll(pending, blocks)
-        except StoreUnavailable as error:
-            log.warning("storage_unavailable", task="evaluate", error=str(error))
+            self.outage.ended()
+        except PASSING as error:
+            self.outage.failed(error)
 
     def _poll(self, pending: Pending, blocks: dict[int, EvalBlock]) -> None:
         weights = pending.weights
@@ -148,14 +158,21 @@ class Evaluator:
                 # The key cannot be written again: an unreadable block counts as answered, with no rows.
                 log.error("eval_block_quarantined", key=info.key, error=str(error))
                 blocks[block] = EvalBlock(rows=())
-            self.last_progress = time.monotonic()
-        if self.pending is pending and len(blocks) == pending.request.num_blocks:
-            row = aggregate(list(blocks.values()), pending, epoch=self._epoch, now=time.time())
-            # Pending until it is told: whoever sees none pending may close the run's history.
-            self._on_complete(pending, row)
-            with self._lock:
-                if self._pending is pending:
-                    self._pending = None
+            self._last_progress = time.monotonic()
+        if self.pending is not pending:
+            return
+        # Pending until it is told: whoever sees none pending may close the run's history.
+        if len(blocks) == pending.request.num_blocks:
+            self._on_complete(pending, aggregate(list(blocks.values()), pending, epoch=self._epoch, now=time.time()))
+            self._forget(pending)
+        elif time.monotonic() - self._last_progress > self._stall_seconds():  # all there is has just been read
+            self._on_stalled(pending, len(blocks))
+            self._forget(pending)
+
+    def _forget(self, pending: Pending) -> None:
+        with self._lock:
+            if self._pending is pending:
+                self._pending = None
 
 
 def _block_of(path: str) -> int | None:

@@ -5,7 +5,7 @@ latest ─► checkpoint chain ─► listings ─► snapshot manifests ─► 
 ```
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -45,17 +45,19 @@ class Sweeper:
         *,
         references: Collection[str] = (),
         held_by: Callable[[str], Collection[ShardId]] | None = None,
+        scores: Mapping[int, float] | None = None,
     ) -> Swept:
         """Delete what may go. `references`: manifest keys of reference snapshots, of now and of kept checkpoints.
 
         `held_by(key)`: shards that hold rows of the checkpoint at `key`, or of the live buffer for ""; without it no
-        shard is deleted. Raises: Fenced, before the next batch is touched; StoreUnavailable.
+        shard is deleted. `scores`: by step, of evaluations that no checkpoint may know yet.
+        Raises: Fenced, before the next batch is touched; StoreUnavailable, AccessDenied.
         """
         if held_by is None:
             retention = replace(retention, delete_shards=False)
         # The live buffer before `latest`: a checkpoint that is captured but not committed yet holds no other rows.
         live = held_by("") if retention.delete_shards and held_by is not None else ()
-        view = self._view(retention, frozenset(references))
+        view = replace(self._view(retention, frozenset(references)), scores=scores or {})
         held = None
         if retention.delete_shards and held_by is not None and not view.chain_broken:
             held = {key: held_by(key) for key in kept_checkpoints(view, retention)} | {"": live}

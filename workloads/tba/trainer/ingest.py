@@ -11,18 +11,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 
-from tba.contracts.errors import CorruptObject, StoreUnavailable
+from tba.contracts.errors import CorruptObject
 from tba.contracts.keys import ShardKey
 from tba.contracts.records import ShardId
-from tba.log import STORAGE_FAILED, log
 from tba.prompts import PromptSet
 from tba.protocol.windows import Windows, carry_out
 from tba.shards import ShardBatch, decode_shard
 from tba.store import NotFound, ObjectStore
+from tba.trainer.outage import PASSING, Outage
+from tba.trainer.readahead import map_ahead
 
 QUEUE_SHARDS = 256
 """Shards decoded ahead of the loop; beyond it the reader pauses."""
@@ -72,7 +72,7 @@ class Binding:
 def read_shard(store: ObjectStore, path: str, binding: Binding) -> Arrival:
     """Fetch and verify one shard; a bad one becomes an arrival with a reason, never an exception.
 
-    Raises: NotFound, StoreUnavailable. ValueError if `path` is no shard key.
+    Raises: NotFound, StoreUnavailable, AccessDenied. ValueError if `path` is no shard key.
     """
     key = ShardKey.parse(path)
     shard_id = ShardId(key.incarnation, key.seq)
@@ -107,8 +107,11 @@ class Ingestor:
         is_ingested: Callable[[ShardId], bool],
         starved: Callable[[], bool],
         poll_seconds: Callable[[], float],
+        give_up_seconds: float,
+        foreign: Iterable[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`foreign`: keys below `shards/` that are no shards and have been reported."""
         self._store = store
         self._clock = clock
         self._binding = binding
@@ -121,12 +124,11 @@ class Ingestor:
         self._pending: Counter[int] = Counter()
         self._lock = threading.Lock()
         self._queued: set[ShardId] = set()
-        self._foreign: set[str] = set()
+        self._foreign = set(foreign)
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._error: BaseException | None = None
-        self.unavailable_since: float | None = None
-        """Time of `clock` since which storage has not answered; None while it does."""
+        self.outage = Outage("ingest", give_up_seconds=give_up_seconds, clock=clock)
         self._thread = threading.Thread(target=self._run, name="ingest", daemon=True)
 
     def start(self) -> None:
@@ -143,10 +145,14 @@ class Ingestor:
         """Cut the current pause short."""
         self._wake.set()
 
-    def take(self, timeout_seconds: float) -> list[Arrival]:
-        """Everything queued; waits up to `timeout_seconds` for the first. Raises the thread's error."""
+    def check(self) -> None:
+        """Raise the thread's error."""
         if self._error is not None:
             raise self._error
+
+    def take(self, timeout_seconds: float) -> list[Arrival]:
+        """Everything queued; waits up to `timeout_seconds` for the first. Raises the thread's error."""
+        self.check()
         arrivals: list[Arrival] = []
         try:
             arrivals.append(
@@ -185,11 +191,9 @@ class Ingestor:
     def _poll_guarded(self, readers: Executor) -> None:
         try:
             self._poll(readers)
-            self.unavailable_since = None
-        except StoreUnavailable as error:
-            if self.unavailable_since is None:
-                self.unavailable_since = self._clock()
-            log.warning(STORAGE_FAILED, task="ingest", error=str(error))
+            self.outage.ended()
+        except PASSING as error:
+            self.outage.failed(error)
 
     def _poll(self, readers: Executor) -> None:
         windows = self._windows.observed(self._commit(), self._clock())
@@ -218,12 +222,9 @@ class Ingestor:
                 continue
 
     def _arrivals(self, paths: Iterable[str], readers: Executor) -> Iterator[Arrival]:
-        """What is new among listed keys, in their order. Raises: StoreUnavailable, after those before it."""
+        """What is new among listed keys, in their order. Raises what PASSING names, after those before it."""
         new = (path for path in paths if self._is_new(path))
-        while batch := list(islice(new, READ_AHEAD)):
-            for arrival in readers.map(self._read, batch):
-                if arrival is not None:
-                    yield arrival
+        return (a for a in map_ahead(readers, self._read, new, ahead=READ_AHEAD) if a is not None)
 
     def _is_new(self, path: str) -> bool:
         shard_id = _shard_id(path)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tba.contracts.config import LiveConfig, RunConfig
 from tba.contracts.errors import CorruptObject
+from tba.contracts.keys import ShardKey
 from tba.contracts.records import Lineage, PolicyId, ShardId
 from tba.objectives import lookup
 from tba.objectives.schedules import beta_at
@@ -152,19 +153,23 @@ class Learner:
         }
         return TrainerState(tensors, facts)
 
-    def restore(self, state: TrainerState, step: int, fetch: Fetch) -> None:
-        """Undo `state`; `fetch` reads the buffer's rows again from their shards."""
+    def restore(self, state: TrainerState, step: int, fetch: Fetch) -> dict[ShardId, int]:
+        """Undo `state`; `fetch` reads the buffer's rows again from their shards.
+
+        Returns, by shard, how many rows the buffer has lost because `fetch` did not give them.
+        """
         facts: dict[str, Any] = dict(state.facts)
         self.step = step
         self.policy.restore(state.tensors["master"], state.tensors.get("reference"))
         self.policy.reference_policy = PolicyId(*facts["reference_policy"])
         self.optimizer.restore(state.tensors["optimizer"], facts["grad_norms"])
-        self.buffer.restore({n: t.numpy() for n, t in state.tensors["buffer"].items()}, fetch)
+        lost = self.buffer.restore({n: t.numpy() for n, t in state.tensors["buffer"].items()}, fetch)
         self.sampler.restore(facts["sampler"])
         self.counters = Counters.restored(facts["counters"])
         self.shard_paths = {
             ShardId(inc, int(seq)): str(path) for inc, items in facts["shard_paths"].items() for seq, path in items
         }
+        return lost
 
     # -- private
 
@@ -196,9 +201,8 @@ class Learner:
 
     def searcher_of(self, row: int) -> str:
         """Name of the searcher that made a row."""
-        incarnation = self.buffer.trajectory_ids(np.array([row]))[0].incarnation
-        tally = self.counters.searchers.get(incarnation)
-        return tally.searcher if tally else incarnation
+        made = self.buffer.trajectory_ids(np.array([row]))[0]
+        return ShardKey.parse(self.shard_paths[ShardId(made.incarnation, made.seq)]).searcher
 
     def padded(self, rows: Sequence[int] | np.ndarray) -> Rows:
         """Buffer rows as padded token tensors on the policy's device."""

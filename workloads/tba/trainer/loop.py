@@ -12,57 +12,49 @@ The loop waits for no searcher: while there are none it learns from the buffer u
 WaitingForData. It waits for storage only when two publishes (or two checkpoints) overlap.
 """
 
-import os
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from tba import telemetry
 from tba.contracts.config import LiveConfig
-from tba.contracts.errors import CorruptObject, Fenced, StoreUnavailable
-from tba.contracts.history import EvalRow, EventRow, QuarantineRow
+from tba.contracts.errors import CorruptObject
 from tba.contracts.keys import WeightsKey, new_nonce
-from tba.contracts.records import IngestEntry, RunState, ShardId
+from tba.contracts.records import EvalRequest, IngestEntry, RunState, ShardId
 from tba.failpoints import failpoint
 from tba.log import (
     CHECKPOINT_SKIPPED,
-    CHECKPOINT_WRITTEN,
     DATA_ARRIVED,
     DATA_AWAITED,
-    EVALUATION_COMPLETED,
-    HOLD_WEAKENED,
     OBJECTS_SWEPT,
-    REFERENCE_CHANGED,
     RUN_FINISHED,
     RUN_RESUMED,
     RUN_STARTED,
-    SHARD_QUARANTINED,
     SHARDS_INGESTED,
-    STEP_COMPLETED,
     STORAGE_FAILED,
     log,
 )
 from tba.protocol.garbage import Retention
-from tba.protocol.latest import checkpointed, evaluation_done, finished, window_advanced
-from tba.snapshots import fetch_manifest
+from tba.protocol.latest import RunEnded, finished, window_advanced
+from tba.stop import StopFlag
 from tba.trainer.background import Background
-from tba.trainer.checkpoint import TrainerState, held_shards, write_checkpoint
-from tba.trainer.evaluate import Evaluator, Pending
+from tba.trainer.checkpoint import LoopFacts, TrainerState, held_shards
+from tba.trainer.checkpointer import Checkpointer
+from tba.trainer.evaluations import Evaluations
 from tba.trainer.garbage import Sweeper
 from tba.trainer.ingest import Arrival, Ingestor
-from tba.trainer.journal import Journal
+from tba.trainer.journal import Flusher, Journal
 from tba.trainer.learner import StepResult
-from tba.trainer.progress import WEAK_HOLD, Timing, Tracker, record_metrics, sample_row, step_row
+from tba.trainer.outage import PASSING
+from tba.trainer.progress import Timing, Tracker
 from tba.trainer.publish import Published, Publisher
+from tba.trainer.reporter import Reporter
 from tba.trainer.startup import Ready, binding
+from tba.trainer.waits import Waits
 
-JOURNAL_SECONDS = 2.0
 WINDOW_SECONDS = 30.0
 FENCE_SECONDS = 10.0
 GARBAGE_SECONDS = 60.0
-ROWS_EVERY_STEPS = 10
 
 
 class Terminated(Exception):
@@ -88,9 +80,10 @@ class Trainer:
         ready: Ready,
         live: Callable[[], LiveConfig],
         *,
-        stop: threading.Event,
+        stop: StopFlag,
         heartbeat: telemetry.Heartbeat,
         grace_seconds: float,
+        tracker: Tracker,
         on_step: Callable[[StepResult], None] | None = None,
     ) -> None:
         self._ready = ready
@@ -103,13 +96,44 @@ class Trainer:
         self._book = ready.book
         self._epoch = ready.book.epoch
         self._total = ready.record.config.objective.total_steps
+        self.tracker = tracker
         self._history = Journal(self._store, "metrics", self._epoch)
         self._ingest_log = Journal(self._store, "ingest", self._epoch)
+        self._report = Reporter(
+            self._history, self._learner, tracker, epoch=self._epoch, decode=ready.tokenizer.decode, live=live
+        )
+        self._sweeper = Sweeper(self._store, self._committer)
+        self._waits = Waits()
+        self._waiting: str | None = None
+        self._clocks = Clocks()
+        self._version0 = ready.facts.version0
+        self._foreign = set(ready.facts.foreign)
+        self._published_version = self._committer.latest.version
+        self._shards_since_commit = 0
+        self._synced_step = -1
+        self._extends_sync = False  # AtSync: the next rows join the pool of this wait in place of replacing it
+        self._open_entries: list[IngestEntry] = []  # of the ingest log, since the last step
+        for entry in ready.facts.carried:
+            self._log_ingest(entry)
+        self._make_threads()
+        tracker.claimed(
+            run_id=ready.record.run_id,
+            epoch=self._epoch,
+            step=self._book.step,
+            eval_score=self._book.eval_score,
+            trajectories=self._learner.counters.ingested_rows,
+        )
+
+    def _make_threads(self) -> None:
+        ready, live = self._ready, self._live
         give_up = live().sync.stall_timeout_seconds
-        self._checkpointer = Background("checkpoint", give_up_seconds=give_up)
+        logs = (self._ingest_log, self._history)
+        self._flusher = Flusher(logs, give_up_seconds=give_up)
+        self._checkpointer = Checkpointer(
+            self._store, self._committer, logs, give_up_seconds=give_up, event=self._report.event
+        )
         self._commits = Background("commit", give_up_seconds=give_up)
-        self._garbage = Background("garbage", give_up_seconds=0.0)
-        self._journals = threading.Thread(target=self._flush_journals, name="journal", daemon=True)
+        self._garbage = Background("garbage", give_up_seconds=give_up)
         self._publisher = Publisher(
             self._store,
             self._committer,
@@ -117,9 +141,15 @@ class Trainer:
             give_up_seconds=give_up,
             on_published=self._after_publish,
         )
-        poll = lambda: self._live().sync.poll_interval_seconds  # noqa: E731
-        self._evaluator = Evaluator(
-            self._store, epoch=self._epoch, poll_seconds=poll, on_complete=self._after_evaluation
+        self._evaluations = Evaluations(
+            self._store,
+            self._committer,
+            self._history,
+            request=ready.eval_request,
+            every_steps=ready.record.config.task.evaluation.every_steps,
+            total_steps=self._total,
+            live=live,
+            event=self._report.event,
         )
         self._ingestor = Ingestor(
             self._store,
@@ -128,33 +158,18 @@ class Trainer:
             commit=lambda: self._committer.latest.commit,
             is_ingested=lambda shard: self._book.contains(shard),
             starved=lambda: self._waiting is not None,
-            poll_seconds=poll,
+            poll_seconds=lambda: live().sync.poll_interval_seconds,
+            give_up_seconds=give_up,
+            foreign=ready.facts.foreign,
         )
-        self._sweeper = Sweeper(self._store, self._committer)
-        self._waiting: str | None = None
-        self._closing = threading.Event()
-        self._clocks = Clocks()
-        self._wait_data = self._wait_storage = 0.0
-        self._checkpoint_seconds = 0.0
-        self._committed: deque[str] = deque()  # checkpoint keys, from the checkpoint thread to the loop
-        self._scores: deque[float] = deque()  # evaluation scores, likewise
-        self._version0 = ready.version0
-        self._published_version = self._committer.latest.version
-        self._shards_since_commit = 0
-        self._synced_step = -1
-        self._extends_sync = False  # AtSync: the next rows join the pool of this wait in place of replacing it
-        self._open_entries: list[IngestEntry] = []  # of the ingest log, since the last step
-        for entry in ready.carried:
-            self._log_ingest(entry)
-        self.tracker = Tracker(
-            run_id=ready.record.run_id,
-            pod_uid=os.environ.get("TBA_POD_UID"),
-            epoch=self._epoch,
-            total_steps=self._total,
-            step=self._book.step,
-            first_step=self._book.step,
-            eval_score=self._book.eval_score,
-            trajectories=self._learner.counters.ingested_rows,
+        self._threads = (
+            self._publisher.background,
+            self._checkpointer.background,
+            self._commits,
+            self._ingestor,
+            self._evaluations.gathering,
+            self._flusher,
+            self._garbage,
         )
 
     # -- the flow
@@ -162,7 +177,8 @@ class Trainer:
     def run(self) -> None:
         """Train to the last step, wait for the last evaluation, end the run.
 
-        Raises: Fenced, StoreUnavailable, Terminated (after a checkpoint, if one fits the grace).
+        Raises: Fenced, StoreUnavailable or AccessDenied that did not pass, Terminated (after a checkpoint, if one fits
+        the grace).
         """
         self._begin()
         try:
@@ -182,44 +198,49 @@ class Trainer:
     def _begin(self) -> None:
         event = "started" if self._ready.fresh else "resumed"
         log.info(RUN_STARTED if self._ready.fresh else RUN_RESUMED, epoch=self._epoch, step=self._book.step)
-        self._event(event, f"epoch {self._epoch} at step {self._book.step}")
-        self._journals.start()
-        self._evaluator.start()
+        self._report.event(event, f"epoch {self._epoch} at step {self._book.step}")
+        for lost in self._ready.lost:
+            self._quarantine(lost.key, lost.reason)
+            self._report.event("shard_lost", f"{lost.num_rows} rows of {lost.key}: {lost.reason}")
+        self._flusher.start()
+        self._evaluations.gathering.start()
         wanted = self._committer.latest.evaluation
         # A fallback to an older checkpoint may have rolled back further than the take-over knew.
         if wanted is not None and WeightsKey.parse(wanted).version <= self._book.step:
-            self._expect(wanted)
+            self._evaluations.resume(wanted)
         # Searchers follow the restored weights at once; a fresh run shows version 0.
-        self._publish(evaluate=self._ready.fresh or self._learner.step == self._total)
+        evaluate = self._ready.fresh or self._learner.step == self._total
+        self._publish(self._ready.eval_request if evaluate else None)
         self._join(self._publisher.background)
         if self._ready.fresh:
             self._checkpoint()
-            self._join(self._checkpointer)
+            self._join(self._checkpointer.background)
         self._ingestor.start()
 
     def _train_step(self) -> None:
         if self._waiting is not None:
-            self._event("continued", self._waiting)
-            log.info(DATA_ARRIVED, waited_seconds=round(self._wait_data, 2))
+            self._report.event("continued", self._waiting)
+            log.info(DATA_ARRIVED, waited_seconds=round(self._waits.seconds("data"), 2))
             self._waiting = None
-        self.tracker.state, self.tracker.detail = "Training", ""
+        self.tracker.state, self.tracker.detail = "Training", self._outage()
         started = time.monotonic()
         result = self._learner.train_step(self._live(), self._epoch)
         self._open_entries = []
         self._extends_sync = False
         step = self._learner.step
         failpoint("step.after_update")
-        seconds = time.monotonic() - started
-        timing = Timing(seconds, self._wait_data, self._wait_storage)
-        self._learner.counters.wall_seconds += seconds + self._wait_data + self._wait_storage
-        self._wait_data = self._wait_storage = 0.0
-        self._book = self._book.stepped(timing.step_seconds + timing.wait_data_seconds + timing.wait_storage_seconds)
-        self._report_step(result, timing)
+        timing = Timing(time.monotonic() - started, self._waits.seconds("data"), self._waits.seconds("storage"))
+        self._waits.reset()
+        self._learner.counters.wall_seconds += timing.total_seconds
+        self._book = self._book.stepped(timing.total_seconds)
+        self._report.stepped(result, timing, published_version=self._published_version)
+        if self._on_step is not None:
+            self._on_step(result)
         self._heartbeat.beat()
         live = self._live()
-        due = self._evaluation_due(step)
-        if step % live.sync.interval_steps == 0 or due or step == self._total:
-            self._publish(evaluate=due)
+        evaluation = self._evaluations.request_for(step)
+        if step % live.sync.interval_steps == 0 or evaluation is not None or step == self._total:
+            self._publish(evaluation)
         # A moving average changes at every step: it travels in the checkpoints that are due anyway.
         reset = result.reference_changed and self._learner.policy.caches_reference
         if step % live.storage.checkpoints.every_steps == 0 or step == self._total or reset:
@@ -228,39 +249,37 @@ class Trainer:
     def _end(self) -> None:
         """The last weights are published and checkpointed: wait for their evaluation, then close the run for good."""
         self._join(self._publisher.background)
-        self._join(self._checkpointer)
+        self._join(self._checkpointer.background)
         self._apply_results()
-        limit = self._live().sync.stall_timeout_seconds
         self.tracker.state = "Evaluating"
-        while (pending := self._evaluator.pending) is not None:
+        while (awaited := self._evaluations.describe()) is not None:
             self._check_stop()
             self._housekeeping()
-            self.tracker.detail = (
-                f"{self._evaluator.blocks_done} of {pending.request.num_blocks} blocks of version "
-                f"{pending.weights.version} evaluated by searchers"
-            )
-            if time.monotonic() - self._evaluator.last_progress > limit:
-                self._event("evaluation_abandoned", f"no block for {limit:.0f} s: {self.tracker.detail}")
-                break
+            self.tracker.detail = self._outage() or awaited
             self._heartbeat.beat()
             time.sleep(0.1)
         self._apply_results()
-        self._periodic_rows()
-        self._event("finished", f"step {self._learner.step}")
-        self._history.seal()
-        self._ingest_log.seal()
-        self._ingest_log.flush()
-        self._history.flush()
-        self._committer.commit(lambda current, nonce: finished(current, RunState.COMPLETE, nonce))
+        self._report.summarise()
+        self._report.event("finished", f"step {self._learner.step}")
+        self._join(self._commits)
+        self._commits.submit(self._finish)
+        self._join(self._commits)
         self.tracker.state, self.tracker.detail = "Complete", ""
         log.info(RUN_FINISHED, step=self._learner.step, eval_score=self.tracker.eval_score)
 
+    def _finish(self) -> None:
+        for journal in (self._ingest_log, self._history):
+            journal.seal()
+            journal.flush()
+        try:
+            self._committer.commit(lambda current, nonce: finished(current, RunState.COMPLETE, nonce))
+        except RunEnded:  # by us: a try before this one has landed, though no reply said so
+            log.info(RUN_FINISHED, detail="seen in storage")
+
     def _close(self) -> None:
-        self._closing.set()
         self._ingestor.close()
-        self._evaluator.close()
-        if self._journals.is_alive():
-            self._journals.join(10.0)
+        self._evaluations.gathering.close()
+        self._flusher.close()
 
     # -- rows in
 
@@ -297,7 +316,7 @@ class Trainer:
 
     def _accept(self, arrival: Arrival) -> bool:
         """Count the shard as ingested, rows or not; a bad one is quarantined, never fatal."""
-        if arrival.shard_id is not None and self._book.contains(arrival.shard_id):
+        if arrival.key in self._foreign or (arrival.shard_id is not None and self._book.contains(arrival.shard_id)):
             return False
         reason = arrival.reason
         rows = 0
@@ -315,6 +334,8 @@ class Trainer:
                     before_step=self._learner.step + 1, key=arrival.key, num_rows=rows, quarantined=reason or None
                 )
             )
+        else:
+            self._foreign.add(arrival.key)
         if reason:
             self._quarantine(arrival.key, reason)
         return not reason
@@ -322,47 +343,41 @@ class Trainer:
     def _quarantine(self, key: str, reason: str) -> None:
         self._learner.counters.quarantined_shards += 1
         telemetry.TRAJECTORIES.labels("quarantined").inc()
-        log.error(SHARD_QUARANTINED, key=key, reason=reason)
-        self._history.append(
-            QuarantineRow(epoch=self._epoch, step=self._learner.step, time=time.time(), key=key, reason=reason)
-        )
+        self._report.quarantined(key, reason)
 
     def _wait(self, reason: str) -> None:
-        started = time.monotonic()
         if reason != self._waiting:
             if self._waiting is None:
-                self._event("waiting", reason)
+                self._report.event("waiting", reason)
                 self._ingestor.poll_now()
             log.info(DATA_AWAITED, reason=reason)
             self._waiting = reason
         self.tracker.state, self.tracker.detail = "WaitingForData", self._describe_wait(reason)
-        self._ingest(timeout_seconds=min(0.5, self._live().sync.poll_interval_seconds))
-        self._wait_data += time.monotonic() - started
+        with self._waits.piece("data"):
+            self._ingest(timeout_seconds=min(0.5, self._live().sync.poll_interval_seconds))
         self._heartbeat.beat()
 
     def _describe_wait(self, reason: str) -> str:
-        unavailable = self._ingestor.unavailable_since
-        if unavailable is not None:
-            return f"{reason}; storage has not answered for {time.monotonic() - unavailable:.0f} s"
+        outage = self._outage()
+        if outage:
+            return f"{reason}; {outage}"
         silent = time.monotonic() - self._clocks.data
         stalled = silent > self._live().sync.stall_timeout_seconds
         return f"{reason}; no shard for {silent:.0f} s" + (" (SyncStalled)" if stalled else "")
 
     # -- weights and state out
 
-    def _publish(self, *, evaluate: bool) -> None:
-        waited = time.monotonic()
+    def _publish(self, evaluation: EvalRequest | None) -> None:
         self._join(self._publisher.background)
-        self._wait_storage += time.monotonic() - waited
         started = time.monotonic()
         tensors = self._learner.policy.stage()
         staged = time.monotonic() - started
         telemetry.SYNC_SECONDS.labels("stage").observe(staged)
-        self._wait_storage += self._publisher.publish(
+        self._publisher.publish(
             tensors,
             version=self._learner.step,
             epoch=self._epoch,
-            evaluation=self._ready.eval_request if evaluate else None,
+            evaluation=evaluation,
             stage_seconds=staged,
         )
 
@@ -375,16 +390,14 @@ class Trainer:
         if done.manifest.version == 0 and self._version0 is None:
             self._version0 = done.key
         if done.manifest.evaluation is not None:
-            self._evaluator.expect(Pending(done.key, done.manifest.evaluation, time.time()))
+            self._evaluations.announced(done.key, done.manifest.evaluation)
         telemetry.SNAPSHOT_BYTES.labels(done.row.encoding).set(done.row.total_bytes)
         telemetry.SYNC_SECONDS.labels("upload").observe(done.row.upload_seconds)
         telemetry.SYNC_SECONDS.labels("commit").observe(done.row.commit_seconds)
 
     def _checkpoint(self) -> None:
         """Capture now; upload and commit beside the loop. The ingest log it belongs to is durable before it."""
-        waited = time.monotonic()
-        self._join(self._checkpointer)
-        self._wait_storage += time.monotonic() - waited
+        self._join(self._checkpointer.background)
         self._apply_results()
         started = time.monotonic()
         book = self._book.swept(self._ingestor.durable_window()).logged(
@@ -392,63 +405,15 @@ class Trainer:
         )
         self._book = book
         state = self._learner.state()
-        # What was ingested since the last step is in this state, but this epoch's log of it ends with this epoch.
-        carried = [entry.to_json().decode() for entry in self._open_entries]
-        facts = {**state.facts, "version0": self._version0, "carried": carried}
-        manifest = book.manifest(new_nonce(), [])
-        detached = TrainerState(state.tensors, facts)
-
-        def task() -> None:
-            self._ingest_log.flush()
-            self._history.flush()
-            key = write_checkpoint(self._store, manifest, detached)
-            self._committer.commit(lambda current, nonce: checkpointed(current, key, nonce))
-            failpoint("checkpoint.after_commit")
-            self._committed.append(key)
-            self._checkpoint_seconds = time.monotonic() - started
-            log.info(CHECKPOINT_WRITTEN, step=manifest.step, seconds=round(self._checkpoint_seconds, 3))
-            self._event("checkpoint", f"step {manifest.step}")
-
-        self._checkpointer.submit(task)
-
-    # -- evaluation
-
-    def _evaluation_due(self, step: int) -> bool:
-        if self._ready.eval_request is None:
-            return False
-        every = self._ready.record.config.task.evaluation.every_steps
-        if step != self._total and step % every != 0:
-            return False
-        # One at a time: an evaluation that searchers have not finished is never thrown away but for the last.
-        return step == self._total or self._evaluator.pending is None
-
-    def _expect(self, manifest_key: str) -> None:
-        manifest = fetch_manifest(self._store, manifest_key)
-        if manifest.evaluation is not None:
-            self._evaluator.expect(Pending(manifest_key, manifest.evaluation, time.time()))
-
-    def _after_evaluation(self, pending: Pending, row: EvalRow) -> None:
-        """In the evaluate thread. A row of an older trainer's snapshot is kept only if its step survived."""
-        if row.num_prompts:
-            self._history.append(row)
-            self._scores.append(row.pass_at_1)
-            self.tracker.eval_score = row.pass_at_1
-            log.info(EVALUATION_COMPLETED, policy_version=row.step, pass_at_1=row.pass_at_1, pass_at_k=row.pass_at_k)
-        else:  # nothing could be scored: that is a failure, not a score of 0
-            self._event("evaluation_failed", f"version {row.step}: {row.failed} responses, none with a reward")
-        try:
-            self._committer.commit(lambda current, nonce: evaluation_done(current, pending.manifest_key, nonce))
-        except (StoreUnavailable, Fenced) as error:
-            # Harmless: searchers find every block done. The loop meets the same error where it matters.
-            log.warning(STORAGE_FAILED, task="evaluate", error=str(error))
+        facts = LoopFacts(self._version0, carried=self._open_entries, foreign=self._foreign)
+        detached = TrainerState(state.tensors, {**state.facts, **facts.to_json()})
+        self._checkpointer.save(book.manifest(new_nonce(), []), detached, captured=started)
 
     # -- now and then
 
     def _housekeeping(self) -> None:
-        self._publisher.background.check()
-        self._checkpointer.check()
-        self._commits.check()
-        self._evaluator.check()
+        for thread in self._threads:
+            thread.check()
         self._apply_results()
         now = time.monotonic()
         if self._shards_since_commit and now - self._clocks.window > WINDOW_SECONDS and not self._commits.busy:
@@ -465,8 +430,10 @@ class Trainer:
     def _sweep(self) -> None:
         live = self._live()
         try:
-            swept = self._sweeper.sweep(Retention.of(live.sync, live.storage), held_by=self._held_by)
-        except (StoreUnavailable, CorruptObject) as error:
+            swept = self._sweeper.sweep(
+                Retention.of(live.sync, live.storage), held_by=self._held_by, scores=self._book.eval_scores
+            )
+        except CorruptObject as error:
             log.warning(STORAGE_FAILED, task="garbage", error=str(error))
             return
         if swept.num_objects:
@@ -479,95 +446,48 @@ class Trainer:
         return held_shards(self._store, checkpoint_key)
 
     def _apply_results(self) -> None:
-        while self._committed:
-            self._book = self._book.checkpointed(self._committed.popleft())
-        while self._scores:
-            self._book = self._book.evaluated(self._scores.popleft())
+        for key in self._checkpointer.take_committed():
+            self._book = self._book.checkpointed(key)
+        for step, score in self._evaluations.take_scores():
+            self._book = self._book.evaluated(step, score)
+            self.tracker.eval_score = self._book.eval_score
+
+    def _outage(self) -> str:
+        """Which storage trouble lasts, in words; empty if there is none."""
+        return next((text for thread in self._threads if (text := thread.outage.description)), "")
 
     def _join(self, background: Background) -> None:
         """Wait for a background task, visibly. Raises: Terminated if SIGTERM came and storage does not answer."""
-        while not background.join(0.5):
-            since = background.waiting_since  # read once: the thread resets it
-            if since is not None:
-                waited = time.monotonic() - since
-                self.tracker.state = "WaitingForStorage"
-                self.tracker.detail = f"storage has not answered for {waited:.0f} s"
+        while not self._joined(background):
+            outage = background.outage.description
+            if outage:
+                self.tracker.state, self.tracker.detail = "WaitingForStorage", outage
                 if self._stop.is_set():
-                    log.warning(CHECKPOINT_SKIPPED, reason=self.tracker.detail)
+                    log.warning(CHECKPOINT_SKIPPED, reason=outage)
                     raise Terminated
             self._heartbeat.beat()
 
-    def _flush_journals(self) -> None:
-        while not self._closing.wait(JOURNAL_SECONDS):
-            self._ingest_log.seal()
-            self._history.seal()
-            try:
-                self._ingest_log.flush()
-                self._history.flush()
-            except StoreUnavailable as error:
-                log.warning(STORAGE_FAILED, task="journal", error=str(error))
+    def _joined(self, background: Background) -> bool:
+        with self._waits.piece("storage"):
+            return background.join(0.5)
 
     def _check_stop(self) -> None:
-        if not self._stop.is_set():
+        if self._stop.since is None:
             return
-        self._join(self._checkpointer)
-        if self._checkpoint_seconds <= self._grace_seconds:
+        self._join(self._checkpointer.background)
+        left = self._grace_seconds - (time.monotonic() - self._stop.since)
+        if self._checkpointer.last_seconds <= left:
             self._checkpoint()
-            self._join(self._checkpointer)
+            self._join(self._checkpointer.background)
         else:
             log.warning(
                 CHECKPOINT_SKIPPED,
-                reason=f"the last took {self._checkpoint_seconds:.0f} s, the grace is {self._grace_seconds:.0f} s",
+                reason=f"the last took {self._checkpointer.last_seconds:.0f} s, {left:.0f} s of the grace are left",
             )
+        self._report.event("stopped", "asked to end: stopped between two steps")
         self._history.seal()
-        self._history.flush()
+        try:
+            self._history.flush()
+        except PASSING as error:
+            log.warning(STORAGE_FAILED, task="journal", error=str(error))
         raise Terminated
-
-    # -- telling
-
-    def _report_step(self, result: StepResult, timing: Timing) -> None:
-        row = step_row(self._learner, result, timing, epoch=self._epoch, published_version=self._published_version)
-        self._history.append(row)
-        record_metrics(row, result)
-        self.tracker.stepped(row)
-        if self._on_step is not None:
-            self._on_step(result)
-        lag = max(row.staleness, default=0)
-        log.info(
-            STEP_COMPLETED,
-            step=row.step,
-            loss=round(row.loss, 6),
-            reward_mean=round(row.reward_mean, 4),
-            kl=round(row.kl, 4),
-            staleness_max=lag,
-            seconds=round(row.step_seconds, 3),
-        )
-        if result.reference_changed:
-            log.info(REFERENCE_CHANGED, step=row.step)
-        if 0 < row.beta_ratio < WEAK_HOLD and lag > self._live().sync.interval_steps:
-            log.warning(HOLD_WEAKENED, beta_ratio=row.beta_ratio, staleness_max=lag)
-        if row.step % ROWS_EVERY_STEPS == 0:
-            self._periodic_rows()
-        if row.step % max(1, self._total // 200) == 0:
-            self._sample(result)
-
-    def _sample(self, result: StepResult) -> None:
-        slot = (result.plan.step * 7919) % len(result.plan.rows)
-        buffer, decode = self._learner.buffer, self._ready.tokenizer.decode
-        prompt = decode(buffer.prompt_tokens(int(result.plan.prompt_ids[slot])).tolist())
-        response = decode(buffer.tokens(int(result.plan.rows[slot, 0])).tolist())
-        self._history.append(
-            sample_row(self._learner, result, epoch=self._epoch, prompt=prompt, response=response, slot=slot)
-        )
-
-    def _periodic_rows(self) -> None:
-        now, counters = time.time(), self._learner.counters
-        for row in counters.searcher_rows(epoch=self._epoch, step=self._learner.step, now=now):
-            self._history.append(row)
-        self._history.append(counters.length_row(epoch=self._epoch, step=self._learner.step, now=now))
-        self.tracker.searchers = counters.alive(now)
-
-    def _event(self, event: str, detail: str = "") -> None:
-        self._history.append(
-            EventRow(epoch=self._epoch, step=self._learner.step, time=time.time(), event=event, detail=detail)
-        )

@@ -2,14 +2,11 @@
 
 import json
 import os
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from types import FrameType
 
 import torch
 
@@ -17,12 +14,16 @@ from tba import telemetry
 from tba.contracts.runfile import read_run_file
 from tba.live import LiveSettings
 from tba.log import RUN_FINISHED, SIGNAL_RECEIVED, configure, log
+from tba.stop import stop_signals
 from tba.trainer.loop import Terminated, Trainer
+from tba.trainer.progress import Tracker
 from tba.trainer.startup import AlreadyComplete, prepare
 
 TERMINATED_EXIT = 143
 STEP_BUDGET_SECONDS = 900.0
-"""Liveness: a step, a checkpoint capture or a start-up phase may take so long."""
+"""Liveness: a step or a checkpoint capture may take so long."""
+START_BUDGET_SECONDS = 3600.0
+"""Liveness: downloading a model, or reading a checkpoint and its buffer's shards, may take so long."""
 DEFAULT_GRACE_SECONDS = 600.0
 
 
@@ -50,16 +51,17 @@ def run_trainer(options: TrainerOptions) -> int:
     configure(role="trainer", run=run.name, file=options.log_file)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    stop = threading.Event()
     heartbeat = telemetry.Heartbeat(STEP_BUDGET_SECONDS)
-    with _signals(stop):
+    tracker = Tracker(run.config.objective.total_steps, os.environ.get("TBA_POD_UID"))
+    with stop_signals() as stop, _http(options.port, heartbeat, tracker):
         try:
-            ready = prepare(run, live(), options.storage or live().storage.uri)
+            with heartbeat.allow("starting", START_BUDGET_SECONDS):
+                ready = prepare(run, live(), options.storage or live().storage.uri)
             if stop.is_set():  # nothing has been trained yet: nothing to save
                 raise Terminated
-            trainer = Trainer(ready, live, stop=stop, heartbeat=heartbeat, grace_seconds=options.grace_seconds)
-            with _http(options.port, heartbeat, trainer):
-                trainer.run()
+            Trainer(
+                ready, live, stop=stop, heartbeat=heartbeat, grace_seconds=options.grace_seconds, tracker=tracker
+            ).run()
         except AlreadyComplete as done:
             log.info(RUN_FINISHED, detail=str(done))
         except Terminated:
@@ -69,32 +71,16 @@ def run_trainer(options: TrainerOptions) -> int:
 
 
 @contextmanager
-def _signals(stop: threading.Event) -> Iterator[None]:
-    """SIGTERM and SIGINT end the loop between two steps."""
-
-    def handle(_number: int, _frame: FrameType | None) -> None:
-        stop.set()  # and no logging: the main thread may hold the log's lock right now
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _http(port: int | None, heartbeat: telemetry.Heartbeat, trainer: Trainer) -> Iterator[None]:
+def _http(port: int | None, heartbeat: telemetry.Heartbeat, tracker: Tracker) -> Iterator[None]:
     if port is None:
         yield
         return
-    tracker = trainer.tracker
     server = telemetry.serve(
         port,
         healthy=heartbeat.alive,
         ready=lambda: (tracker.state != "Starting", tracker.state),
         progress=tracker.progress,
-        page=lambda: _page(trainer),
+        page=lambda: _page(tracker),
     )
     port_file = os.environ.get("TBA_PORT_FILE")
     if port_file:
@@ -105,8 +91,8 @@ def _http(port: int | None, heartbeat: telemetry.Heartbeat, trainer: Trainer) ->
         server.close()
 
 
-def _page(trainer: Trainer) -> str:
-    progress = json.loads(trainer.tracker.progress().to_json())
+def _page(tracker: Tracker) -> str:
+    progress = json.loads(tracker.progress().to_json())
     rows = "".join(f"<tr><th>{escape(k)}</th><td>{escape(str(v))}</td></tr>" for k, v in progress.items())
     return (
         "<!doctype html><meta charset=utf-8><meta http-equiv=refresh content=5><title>TBA trainer</title>"

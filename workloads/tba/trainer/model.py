@@ -70,13 +70,14 @@ class Policy:
         return True
 
     def stage(self) -> dict[str, Tensor]:
-        """Host copies in the published dtype, apart from the live weights from now on."""
-        return {
-            name: tensor.detach()
-            .to(self.publish_dtype if tensor.is_floating_point() else tensor.dtype)
-            .to("cpu", copy=tensor.dtype == self.publish_dtype or not tensor.is_floating_point())
-            for name, tensor in weight_tensors(self.model).items()
-        }
+        """Host copies, parameters in the published dtype, apart from the live weights from now on."""
+        parameters = {name for name, _ in self.model.named_parameters()}
+        staged: dict[str, Tensor] = {}
+        for name, tensor in weight_tensors(self.model).items():
+            # A buffer is no weight: a cast may ruin it (a table of frequencies), and training does not cast it either.
+            dtype = self.publish_dtype if name in parameters else tensor.dtype
+            staged[name] = tensor.detach().to(dtype).to("cpu", copy=dtype == tensor.dtype)
+        return staged
 
     def master_state(self) -> dict[str, Tensor]:
         """float32 host copies for a checkpoint."""

@@ -1,6 +1,7 @@
 """From a step's result to history row, metrics and the `/progress` answer. Pure but for the metrics registry."""
 
 import time
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,9 @@ from tba.trainer.learner import Learner, StepResult
 WEAK_HOLD = 0.05
 """Below this beta * std(ell) / std(r), beta no longer holds a lagging policy."""
 
+CLIP_STEPS = 100
+"""Steps over which the share of clipped gradients is taken."""
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:
@@ -20,6 +24,11 @@ class Timing:
     step_seconds: float
     wait_data_seconds: float
     wait_storage_seconds: float
+
+    @property
+    def total_seconds(self) -> float:
+        """All of it."""
+        return self.step_seconds + self.wait_data_seconds + self.wait_storage_seconds
 
 
 def step_row(learner: Learner, result: StepResult, timing: Timing, *, epoch: int, published_version: int) -> StepRow:
@@ -77,8 +86,28 @@ def step_row(learner: Learner, result: StepResult, timing: Timing, *, epoch: int
     )
 
 
-def record_metrics(row: StepRow, result: StepResult) -> None:
-    """Set the Prometheus metrics of a step (interface.md §4)."""
+class StepMetrics:
+    """Sets the Prometheus metrics of a step (interface.md §4)."""
+
+    def __init__(self, mop_recycles: int) -> None:
+        """`mop_recycles`: of the run before this process, whose counter starts at 0."""
+        self._mop_recycles = mop_recycles
+        self._clipped: deque[bool] = deque(maxlen=CLIP_STEPS)
+
+    def record(self, row: StepRow, result: StepResult) -> None:
+        """Take over a finished step."""
+        _set_gauges(row)
+        self._clipped.append(row.grad_clipped)
+        telemetry.GRAD_CLIP_FRACTION.set(sum(self._clipped) / len(self._clipped))
+        telemetry.MOP_RECYCLES.inc(row.mop_recycles - self._mop_recycles)
+        self._mop_recycles = row.mop_recycles
+        telemetry.TRAINED_TOKENS.inc(result.trained_tokens)
+        for lag, count in row.staleness.items():
+            for _ in range(count):
+                telemetry.STALENESS.observe(lag)
+
+
+def _set_gauges(row: StepRow) -> None:
     telemetry.STEP.set(row.step)
     telemetry.LOSS.set(row.loss)
     telemetry.REWARD_MEAN.set(row.reward_mean)
@@ -90,12 +119,6 @@ def record_metrics(row: StepRow, result: StepResult) -> None:
     telemetry.ESS.set(row.ess)
     telemetry.GRAD_NORM.set(row.grad_norm)
     telemetry.REPLAY_RATIO.set(row.replay_ratio)
-    telemetry.TRAINED_TOKENS.inc(result.trained_tokens)
-    telemetry.TRAINER_WAIT.labels("data").inc(row.wait_data_seconds)
-    telemetry.TRAINER_WAIT.labels("storage").inc(row.wait_storage_seconds)
-    for lag, count in row.staleness.items():
-        for _ in range(count):
-            telemetry.STALENESS.observe(lag)
 
 
 def sample_row(learner: Learner, result: StepResult, *, epoch: int, prompt: str, response: str, slot: int) -> SampleRow:
@@ -115,12 +138,15 @@ def sample_row(learner: Learner, result: StepResult, *, epoch: int, prompt: str,
 
 @dataclass(slots=True)
 class Tracker:
-    """What `/progress` answers; the loop updates it, HTTP threads read copies."""
+    """What `/progress` answers; the loop updates it, HTTP threads read copies.
 
-    run_id: str
-    pod_uid: str | None
-    epoch: int
+    Made before the run is claimed: run id and epoch are told then.
+    """
+
     total_steps: int
+    pod_uid: str | None = None
+    run_id: str = ""
+    epoch: int = 0
     state: str = "Starting"
     detail: str = ""
     step: int = 0
@@ -131,8 +157,12 @@ class Tracker:
     searchers: int = 0
     idle_seconds: float = 0.0
     busy_seconds: float = 0.0
-    started: float = 0.0
     first_step: int = 0
+
+    def claimed(self, *, run_id: str, epoch: int, step: int, eval_score: float | None, trajectories: int) -> None:
+        """The run is this trainer's, restored or begun at `step`."""
+        self.run_id, self.epoch, self.step, self.first_step = run_id, epoch, step, step
+        self.eval_score, self.trajectories = eval_score, trajectories
 
     def stepped(self, row: StepRow) -> None:
         """Take over a finished step."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from tba.contracts.errors import CorruptObject
 from tba.contracts.records import ShardId, TrajectoryId
 from tba.trainer.columns import Columns, TokenArena, sequence_hashes
 from tba.trainer.rows import NewRows
@@ -129,10 +128,10 @@ class RowStore:
         state["incarnations"] = text_array("\n".join(self._incarnations))
         return state, rank
 
-    def restore(self, state: State, fetch: Fetch, seen: Callable[[NewRows], None]) -> None:
+    def restore(self, state: State, fetch: Fetch, seen: Callable[[NewRows], None]) -> dict[ShardId, np.ndarray]:
         """Fill this empty store: ids become ranks. `seen` gets each fetched shard.
 
-        Raises: CorruptObject if a shard lacks a row.
+        Returns, by shard that was not fetched whole, the rows that have no tokens: the caller drops them.
         """
         names = array_text(state["incarnations"])
         self._incarnations = {name: i for i, name in enumerate(names.split("\n") if names else [])}
@@ -142,6 +141,8 @@ class RowStore:
         ids = self.columns.allocate(len(state["row_slot"]))
         for name in (*_SAVED, "shard"):
             self[name][ids] = state[f"row_{name}"]
+        for name in ("start", "length", "hash"):
+            self[name][ids] = 0
         self["arrival"][ids] = ids
         self._arrivals = len(ids)
         by_shard = np.argsort(state["row_shard"], kind="stable")
@@ -149,19 +150,21 @@ class RowStore:
         wanted = {s: by_shard[bounds[i] : bounds[i + 1]] for i, s in enumerate(self._shard_ids(shards))}
         for rows in fetch(list(wanted)):
             seen(rows)
-            self._restore_tokens(rows, wanted.pop(rows.shard))
-        if wanted:
-            raise CorruptObject(f"shards {list(wanted)[:3]} hold rows of the buffer and were not found: restore them")
+            if self._restore_tokens(rows, wanted[rows.shard]):
+                del wanted[rows.shard]
+        return wanted
 
     # -- private
 
-    def _restore_tokens(self, rows: NewRows, ids: np.ndarray) -> None:
+    def _restore_tokens(self, rows: NewRows, ids: np.ndarray) -> bool:
+        """False, and nothing done, if the shard lacks one of the rows."""
         order = np.argsort(rows.numbers)
         place = np.searchsorted(rows.numbers, self["number"][ids], sorter=order)
         index = order[np.minimum(place, len(order) - 1)] if len(order) else np.zeros(len(ids), "i8")
         if not len(order) or (rows.numbers[index] != self["number"][ids]).any():
-            raise CorruptObject(f"shard {rows.shard} lacks rows that the buffer holds: restore the object")
+            return False
         self._set_tokens(ids, *take(rows.response_tokens, rows.response_offsets, index))
+        return True
 
     def _set_tokens(self, ids: np.ndarray, tokens: np.ndarray, offsets: np.ndarray) -> None:
         self["start"][ids] = self._tokens.append(tokens, offsets)

@@ -12,18 +12,17 @@ latest.checkpoint? ── no ──► step 0      yes ──► restore it (or 
 
 import json
 import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tba import telemetry
 from tba.contracts.config import LiveConfig, Prompts
-from tba.contracts.errors import CorruptObject, UserError
+from tba.contracts.errors import UserError
 from tba.contracts.keys import CHECKPOINTS, LATEST, RUN, new_nonce, prompts_key
-from tba.contracts.records import EvalRequest, IngestEntry, Latest, Lineage, RunRecord, RunState, ShardId
+from tba.contracts.records import EvalRequest, Latest, RunRecord, RunState
 from tba.contracts.runfile import RunFile
 from tba.contracts.supported import refuse_unsupported
 from tba.log import EPOCH_TAKEN, MODEL_LOADED, PROMPTS_MATERIALISED, log
@@ -34,16 +33,15 @@ from tba.protocol.latest import RunEnded
 from tba.snapshots import fetch_snapshot
 from tba.store import AlreadyExists, NotFound, ObjectStore, open_store
 from tba.store.probe import probe, require
-from tba.trainer.buffer import NewRows
-from tba.trainer.checkpoint import restore_newest
+from tba.trainer.checkpoint import LoopFacts, restore_newest
 from tba.trainer.committer import Committer
-from tba.trainer.ingest import Binding, read_shard
-from tba.trainer.learner import Learner, new_rows
+from tba.trainer.ingest import Binding
+from tba.trainer.learner import Learner
 from tba.trainer.model import Policy
+from tba.trainer.reread import LostShard, ShardReader
 
 EVAL_BLOCK_PROMPTS = 64
 """Prompts of an evaluation block: small enough that a lost searcher costs little."""
-FETCH_THREADS = 8
 
 
 @dataclass(slots=True)
@@ -61,10 +59,9 @@ class Ready:
     fresh: bool
     """No checkpoint existed: training begins at step 0."""
     eval_request: EvalRequest | None
-    version0: str | None
-    """Manifest key of version 0; None until it is published."""
-    carried: list[IngestEntry] = field(default_factory=list)
-    """Ingested in the restored state but after its last step: to be logged again, for the epoch before is cut there."""
+    facts: LoopFacts = LoopFacts(version0=None)
+    lost: list[LostShard] = field(default_factory=list)
+    """Shards that the restored buffer should hold rows of, and that can be read no more."""
 
 
 class AlreadyComplete(Exception):
@@ -74,7 +71,13 @@ class AlreadyComplete(Exception):
 def open_run_store(live: LiveConfig, uri: str) -> ObjectStore:
     """The store of `uri` with the job's endpoint settings."""
     storage = live.storage
-    return open_store(uri, endpoint=storage.endpoint, region=storage.region, force_path_style=storage.force_path_style)
+    return open_store(
+        uri,
+        endpoint=storage.endpoint,
+        region=storage.region,
+        force_path_style=storage.force_path_style,
+        observe=telemetry.count_storage_request,
+    )
 
 
 def prepare(run: RunFile, live: LiveConfig, uri: str) -> Ready:
@@ -136,14 +139,14 @@ def _begin(
         prompts=prompts,
         fresh=True,
         eval_request=_eval_request(store, record),
-        version0=None,
     )
 
 
 def _resume(store: ObjectStore, record: RunRecord, committer: Committer, prompts: PromptSet) -> Ready:
     assert committer.latest.checkpoint is not None
     key, manifest, state = restore_newest(store, committer.latest.checkpoint)
-    version0 = fetch_snapshot(store, str(state.facts["version0"]))
+    facts = LoopFacts.of(state.facts)
+    version0 = fetch_snapshot(store, str(facts.version0))
     model, tokenizer = build_model(
         version0.assets,
         dtype=torch.float32,
@@ -153,9 +156,8 @@ def _resume(store: ObjectStore, record: RunRecord, committer: Committer, prompts
     load_weights(model, version0.tensors)
     book = Bookkeeping.restored(manifest, key, committer.epoch)
     learner = Learner(_policy(model, record), record.config)
-    learner.restore(
-        state, book.step, ShardReader(store, binding(record, prompts, model), state.facts["shard_paths"], book.lineage)
-    )
+    reader = ShardReader(store, binding(record, prompts, model), state.facts["shard_paths"], book.lineage)
+    missing = learner.restore(state, book.step, reader)
     return Ready(
         store=store,
         record=record,
@@ -167,34 +169,9 @@ def _resume(store: ObjectStore, record: RunRecord, committer: Committer, prompts
         prompts=prompts,
         fresh=False,
         eval_request=_eval_request(store, record),
-        version0=version0.key,
-        carried=[IngestEntry.model_validate_json(entry) for entry in state.facts.get("carried", ())],
+        facts=facts,
+        lost=reader.lost(missing),
     )
-
-
-class ShardReader:
-    """Reads the buffer's rows again from their shards, several at a time."""
-
-    def __init__(self, store: ObjectStore, bound: Binding, paths: dict[str, list[list[Any]]], lineage: Lineage) -> None:
-        """`paths`: incarnation -> [[seq, key], ...]."""
-        self._store = store
-        self._bound = bound
-        self._paths = {ShardId(inc, int(seq)): str(path) for inc, items in paths.items() for seq, path in items}
-        self._lineage = lineage
-
-    def __call__(self, shards: Sequence[ShardId]) -> Iterator[NewRows]:
-        """Each shard's rows once. Raises: CorruptObject if one that was readable is not any more."""
-        with ThreadPoolExecutor(FETCH_THREADS) as pool:
-            yield from pool.map(self._one, shards)
-
-    def _one(self, shard: ShardId) -> NewRows:
-        try:
-            arrival = read_shard(self._store, self._paths[shard], self._bound)
-        except (KeyError, NotFound) as error:
-            raise CorruptObject(f"shard {shard} of the checkpoint's buffer is gone: {error}") from error
-        if arrival.batch is None:
-            raise CorruptObject(f"shard {arrival.key} of the checkpoint's buffer cannot be read: {arrival.reason}")
-        return new_rows(arrival.batch, self._lineage)
 
 
 def binding(record: RunRecord, prompts: PromptSet, model: torch.nn.Module) -> Binding:

@@ -1,0 +1,95 @@
+"""What the training loop tells: history rows, metrics, `/progress` and the log."""
+
+import time
+from collections.abc import Callable
+
+from tba.contracts.base import Contract
+from tba.contracts.config import LiveConfig
+from tba.contracts.history import EventRow, QuarantineRow
+from tba.log import HOLD_WEAKENED, REFERENCE_CHANGED, SHARD_QUARANTINED, STEP_COMPLETED, log
+from tba.trainer.journal import Journal
+from tba.trainer.learner import Learner, StepResult
+from tba.trainer.progress import WEAK_HOLD, StepMetrics, Timing, Tracker, sample_row, step_row
+
+ROWS_EVERY_STEPS = 10
+SAMPLES = 200
+"""Of a whole run."""
+
+
+class Reporter:
+    """Thread-safe as far as `event` goes; the rest is for the loop."""
+
+    def __init__(
+        self,
+        history: Journal,
+        learner: Learner,
+        tracker: Tracker,
+        *,
+        epoch: int,
+        decode: Callable[[list[int]], str],
+        live: Callable[[], LiveConfig],
+    ) -> None:
+        self._history = history
+        self._learner = learner
+        self._tracker = tracker
+        self._epoch = epoch
+        self._decode = decode
+        self._live = live
+        self._metrics = StepMetrics(learner.sampler.mop_recycles)
+
+    def event(self, event: str, detail: str = "") -> None:
+        """Something happened to the run."""
+        row = EventRow(epoch=self._epoch, step=self._learner.step, time=time.time(), event=event, detail=detail)
+        self._history.append(row)
+
+    def quarantined(self, key: str, reason: str) -> None:
+        """A shard was refused."""
+        log.error(SHARD_QUARANTINED, key=key, reason=reason)
+        row = QuarantineRow(epoch=self._epoch, step=self._learner.step, time=time.time(), key=key, reason=reason)
+        self._history.append(row)
+
+    def stepped(self, result: StepResult, timing: Timing, *, published_version: int) -> None:
+        """An optimizer step is done."""
+        row = step_row(self._learner, result, timing, epoch=self._epoch, published_version=published_version)
+        self._history.append(row)
+        self._metrics.record(row, result)
+        self._tracker.stepped(row)
+        lag = max(row.staleness, default=0)
+        log.info(
+            STEP_COMPLETED,
+            step=row.step,
+            loss=round(row.loss, 6),
+            reward_mean=round(row.reward_mean, 4),
+            kl=round(row.kl, 4),
+            staleness_max=lag,
+            seconds=round(row.step_seconds, 3),
+        )
+        if result.reference_changed:
+            log.info(REFERENCE_CHANGED, step=row.step)
+        if 0 < row.beta_ratio < WEAK_HOLD and lag > self._live().sync.interval_steps:
+            log.warning(HOLD_WEAKENED, beta_ratio=row.beta_ratio, staleness_max=lag)
+        if row.step % ROWS_EVERY_STEPS == 0:
+            self.summarise()
+        if row.step % max(1, self._tracker.total_steps // SAMPLES) == 0:
+            self._sample(result)
+
+    def summarise(self) -> None:
+        """Rows about searchers and lengths, as far as they have changed."""
+        now, counters = time.time(), self._learner.counters
+        rows: list[Contract | None] = [
+            *counters.take_searcher_rows(epoch=self._epoch, step=self._learner.step, now=now),
+            counters.take_length_row(epoch=self._epoch, step=self._learner.step, now=now),
+        ]
+        for row in rows:
+            if row is not None:
+                self._history.append(row)
+        self._tracker.searchers = counters.alive(now)
+
+    def _sample(self, result: StepResult) -> None:
+        slot = (result.plan.step * 7919) % len(result.plan.rows)
+        buffer = self._learner.buffer
+        prompt = self._decode(buffer.prompt_tokens(int(result.plan.prompt_ids[slot])).tolist())
+        response = self._decode(buffer.tokens(int(result.plan.rows[slot, 0])).tolist())
+        self._history.append(
+            sample_row(self._learner, result, epoch=self._epoch, prompt=prompt, response=response, slot=slot)
+        )
