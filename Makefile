@@ -72,7 +72,7 @@ $(UV):
 $(VENV)/.dev: requirements/dev.lock pyproject.toml | $(UV)
 	$(UV) venv -q --allow-existing --python $(PYTHON) $(VENV)
 	$(UV) pip sync -q --python $(BIN)/python --require-hashes requirements/dev.lock
-	$(UV) pip install -q --python $(BIN)/python --no-deps --no-build-isolation-package none -e .
+	$(UV) pip install -q --python $(BIN)/python --no-deps -e .
 	touch $@
 
 clean:  ## remove what the targets made
