@@ -73,7 +73,6 @@ REWARD_FAILURES = _counter("tba_reward_failures_total", "Responses that could no
 STORAGE_REQUESTS = _counter("tba_storage_requests_total", "Requests to the object store.", ("op", "outcome"))
 
 
-
 def count_storage_request(operation: str, outcome: str) -> None:
     """`observe` of `tba.store.open_store`."""
     STORAGE_REQUESTS.labels(operation, outcome).inc()
