@@ -20,7 +20,7 @@ from tba import telemetry
 from tba.contracts.config import LiveConfig
 from tba.contracts.errors import CorruptObject
 from tba.contracts.keys import WeightsKey, new_nonce
-from tba.contracts.records import EvalRequest, IngestEntry, RunState, ShardId
+from tba.contracts.records import EvalRequest, RunState, ShardId
 from tba.failpoints import failpoint
 from tba.log import (
     CHECKPOINT_SKIPPED,
@@ -30,7 +30,6 @@ from tba.log import (
     RUN_FINISHED,
     RUN_RESUMED,
     RUN_STARTED,
-    SHARDS_INGESTED,
     STORAGE_FAILED,
     log,
 )
@@ -42,7 +41,8 @@ from tba.trainer.checkpoint import LoopFacts, TrainerState, held_shards
 from tba.trainer.checkpointer import Checkpointer
 from tba.trainer.evaluations import Evaluations
 from tba.trainer.garbage import Sweeper
-from tba.trainer.ingest import Arrival, Ingestor
+from tba.trainer.ingest import Ingestor
+from tba.trainer.intake import Intake
 from tba.trainer.journal import Flusher, Journal
 from tba.trainer.learner import StepResult
 from tba.trainer.outage import PASSING
@@ -68,8 +68,6 @@ class Clocks:
     window: float = field(default_factory=time.monotonic)
     fence: float = field(default_factory=time.monotonic)
     garbage: float = field(default_factory=time.monotonic)
-    data: float = field(default_factory=time.monotonic)
-    """When rows last arrived."""
 
 
 class Trainer:
@@ -107,14 +105,7 @@ class Trainer:
         self._waiting: str | None = None
         self._clocks = Clocks()
         self._version0 = ready.facts.version0
-        self._foreign = set(ready.facts.foreign)
         self._published_version = self._committer.latest.version
-        self._shards_since_commit = 0
-        self._synced_step = -1
-        self._extends_sync = False  # AtSync: the next rows join the pool of this wait in place of replacing it
-        self._open_entries: list[IngestEntry] = []  # of the ingest log, since the last step
-        for entry in ready.facts.carried:
-            self._log_ingest(entry)
         self._make_threads()
         tracker.claimed(
             run_id=ready.record.run_id,
@@ -162,6 +153,9 @@ class Trainer:
             give_up_seconds=give_up,
             foreign=ready.facts.foreign,
         )
+        self._intake = Intake(
+            self._learner, self._ingestor, self._ingest_log, self._report, facts=ready.facts, live=live
+        )
         self._threads = (
             self._publisher.background,
             self._checkpointer.background,
@@ -185,7 +179,7 @@ class Trainer:
             while self._learner.step < self._total:
                 self._check_stop()
                 self._housekeeping()
-                self._ingest()
+                self._take_rows()
                 reason = self._learner.waiting_for(self._live())
                 if reason is not None:
                     self._wait(reason)
@@ -200,7 +194,7 @@ class Trainer:
         log.info(RUN_STARTED if self._ready.fresh else RUN_RESUMED, epoch=self._epoch, step=self._book.step)
         self._report.event(event, f"epoch {self._epoch} at step {self._book.step}")
         for lost in self._ready.lost:
-            self._quarantine(lost.key, lost.reason)
+            self._intake.quarantine(lost.key, lost.reason)
             self._report.event("shard_lost", f"{lost.num_rows} rows of {lost.key}: {lost.reason}")
         self._flusher.start()
         self._evaluations.gathering.start()
@@ -225,8 +219,7 @@ class Trainer:
         self.tracker.state, self.tracker.detail = "Training", self._outage()
         started = time.monotonic()
         result = self._learner.train_step(self._live(), self._epoch)
-        self._open_entries = []
-        self._extends_sync = False
+        self._intake.stepped()
         step = self._learner.step
         failpoint("step.after_update")
         timing = Timing(time.monotonic() - started, self._waits.seconds("data"), self._waits.seconds("storage"))
@@ -283,67 +276,11 @@ class Trainer:
 
     # -- rows in
 
-    def _ingest(self, timeout_seconds: float = 0.0) -> None:
-        """Continuous: whatever has arrived. AtSync: only right after a publish, or while starved (the paper)."""
-        at_sync = self._live().sync.ingest == "AtSync"
-        if at_sync and self._waiting is None and self._synced_step == self._published_step():
-            return
-        self._synced_step = self._published_step()
-        arrivals = self._ingestor.take(timeout_seconds)
-        if not arrivals:
-            return
-        accepted = [a for a in arrivals if self._accept(a)]
-        self._ingestor.ingested(arrivals)
-        self._shards_since_commit += len(accepted)
-        self._clocks.data = time.monotonic()
-        if at_sync:
-            extend = self._extends_sync
-            self._learner.sampler.on_sync(self._learner.buffer, extend=extend)
-            step = self._learner.step + 1
-            self._log_ingest(IngestEntry(before_step=step, key="", num_rows=0, synced=True, extended=extend))
-            self._extends_sync = self._waiting is not None
+    def _take_rows(self, timeout_seconds: float = 0.0) -> None:
+        waiting = self._waiting is not None
+        self._book = self._intake.take(self._book, waiting=waiting, timeout_seconds=timeout_seconds)
         self.tracker.searchers = self._learner.counters.alive(time.time())
         self.tracker.trajectories = self._learner.counters.ingested_rows
-        log.debug(SHARDS_INGESTED, shards=len(accepted), rows=self._learner.counters.ingested_rows)
-
-    def _log_ingest(self, entry: IngestEntry) -> None:
-        self._open_entries.append(entry)
-        self._ingest_log.append(entry)
-
-    def _published_step(self) -> int:
-        k = self._live().sync.interval_steps
-        return self._learner.step // k * k
-
-    def _accept(self, arrival: Arrival) -> bool:
-        """Count the shard as ingested, rows or not; a bad one is quarantined, never fatal."""
-        if arrival.key in self._foreign or (arrival.shard_id is not None and self._book.contains(arrival.shard_id)):
-            return False
-        reason = arrival.reason
-        rows = 0
-        if arrival.batch is not None:
-            try:
-                self._learner.ingest_shard(arrival.key, arrival.batch, self._book, now=time.time())
-                rows = len(arrival.batch)
-                telemetry.TRAJECTORIES.labels("ingested").inc(rows)
-            except CorruptObject as error:
-                reason = str(error)
-        if arrival.shard_id is not None:
-            self._book = self._book.ingest(arrival.shard_id)
-            self._log_ingest(
-                IngestEntry(
-                    before_step=self._learner.step + 1, key=arrival.key, num_rows=rows, quarantined=reason or None
-                )
-            )
-        else:
-            self._foreign.add(arrival.key)
-        if reason:
-            self._quarantine(arrival.key, reason)
-        return not reason
-
-    def _quarantine(self, key: str, reason: str) -> None:
-        self._learner.counters.quarantined_shards += 1
-        telemetry.TRAJECTORIES.labels("quarantined").inc()
-        self._report.quarantined(key, reason)
 
     def _wait(self, reason: str) -> None:
         if reason != self._waiting:
@@ -354,14 +291,14 @@ class Trainer:
             self._waiting = reason
         self.tracker.state, self.tracker.detail = "WaitingForData", self._describe_wait(reason)
         with self._waits.piece("data"):
-            self._ingest(timeout_seconds=min(0.5, self._live().sync.poll_interval_seconds))
+            self._take_rows(min(0.5, self._live().sync.poll_interval_seconds))
         self._heartbeat.beat()
 
     def _describe_wait(self, reason: str) -> str:
         outage = self._outage()
         if outage:
             return f"{reason}; {outage}"
-        silent = time.monotonic() - self._clocks.data
+        silent = time.monotonic() - self._intake.last_arrival
         stalled = silent > self._live().sync.stall_timeout_seconds
         return f"{reason}; no shard for {silent:.0f} s" + (" (SyncStalled)" if stalled else "")
 
@@ -386,7 +323,7 @@ class Trainer:
         self._history.append(done.row)
         self._published_version = done.manifest.version
         self.tracker.policy_version = done.manifest.version
-        self._shards_since_commit = 0
+        self._intake.shards_since_commit = 0
         if done.manifest.version == 0 and self._version0 is None:
             self._version0 = done.key
         if done.manifest.evaluation is not None:
@@ -405,7 +342,7 @@ class Trainer:
         )
         self._book = book
         state = self._learner.state()
-        facts = LoopFacts(self._version0, carried=self._open_entries, foreign=self._foreign)
+        facts = LoopFacts(self._version0, carried=self._intake.open_entries, foreign=self._intake.foreign)
         detached = TrainerState(state.tensors, {**state.facts, **facts.to_json()})
         self._checkpointer.save(book.manifest(new_nonce(), []), detached, captured=started)
 
@@ -416,8 +353,8 @@ class Trainer:
             thread.check()
         self._apply_results()
         now = time.monotonic()
-        if self._shards_since_commit and now - self._clocks.window > WINDOW_SECONDS and not self._commits.busy:
-            self._clocks.window, self._shards_since_commit = now, 0
+        if self._intake.shards_since_commit and now - self._clocks.window > WINDOW_SECONDS and not self._commits.busy:
+            self._clocks.window, self._intake.shards_since_commit = now, 0
             self._commits.submit(lambda: self._committer.commit(window_advanced))
         elif now - self._clocks.fence > FENCE_SECONDS and not self._commits.busy:
             self._clocks.fence = now
