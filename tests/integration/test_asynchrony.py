@@ -48,11 +48,13 @@ def test_trainer_goes_on_to_the_replay_cap_says_it_waits_and_goes_on_again(tmp_p
         wait_until(lambda: progress(port_file)["step"] >= 10)
         for searcher in searchers:
             os.kill(searcher.pid, signal.SIGSTOP)
-        before = progress(port_file)["step"]
+        stopped_at, before = time.monotonic(), progress(port_file)["step"]
         wait_until(lambda: progress(port_file)["state"] == "WaitingForData")
         waiting = progress(port_file)
         assert waiting["step"] >= before
         assert "replay ratio" in waiting["detail"].lower()
+        time.sleep(max(0.0, 30.0 - (time.monotonic() - stopped_at)))
+        assert progress(port_file)["state"] == "WaitingForData"
         for searcher in searchers:
             os.kill(searcher.pid, signal.SIGCONT)
         wait_until(lambda: progress(port_file)["step"] >= waiting["step"] + 5)

@@ -7,11 +7,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from tba import telemetry
 from tba.contracts.config import LiveConfig, Storage
-from tba.contracts.errors import CorruptObject, UserError
+from tba.contracts.errors import UserError
 from tba.contracts.keys import RUN, new_nonce
 from tba.contracts.records import RunRecord, ShardHeader
 from tba.contracts.runfile import RunFile, read_run_file
@@ -19,13 +17,15 @@ from tba.live import LiveSettings
 from tba.log import DATA_AWAITED, PROCESS_STARTED, SIGNAL_RECEIVED, bind, configure, log
 from tba.prompts import PromptWalk, load_prompt_set
 from tba.rewards.sandbox import RewardPool
+from tba.run_record import find_run_record
+from tba.run_store import open_run_store
 from tba.searcher.engines import build, can_run_vllm
 from tba.searcher.loop import SearcherLoop, Surroundings
 from tba.searcher.spool import Spool, SpoolLimits, shard_seconds
 from tba.searcher.stats import SearcherStats
 from tba.searcher.sync import Fetch, Poller
 from tba.stop import StopFlag, stop_signals
-from tba.store import AccessDenied, NotFound, ObjectStore, open_store
+from tba.store import AccessDenied, ObjectStore
 
 TERMINATED_EXIT = 143
 DEFAULT_GRACE_SECONDS = 45.0
@@ -65,7 +65,7 @@ def run_searcher(options: SearcherOptions) -> int:
         _limit_threads(options.threads)
     with ExitStack() as stack:
         stopped = stack.enter_context(stop_signals())
-        store = _open(live(), options.storage)
+        store = open_run_store(live().storage, options.storage)
         stack.callback(store.close)
         heartbeat = telemetry.Heartbeat(STEP_BUDGET_SECONDS)
         ready: list[Callable[[], tuple[bool, str]]] = [lambda: (False, "starting")]
@@ -90,18 +90,18 @@ def await_record(store: ObjectStore, stopped: StopFlag, *, beat: Callable[[], No
     waits = 0
     while not stopped.is_set():
         beat()
+        found: RunRecord | None = None
         try:
-            return RunRecord.model_validate_json(store.get(RUN).data)
-        except (NotFound, AccessDenied) as error:
-            # Without the right to list, S3 denies what does not exist.
-            if waits % 30 == 0:
-                log.info(DATA_AWAITED, awaited=RUN, detail=str(error))
-            waits += 1
-            stopped.wait(_RUN_POLL_SECONDS)
-        except ValidationError as error:
-            raise CorruptObject(
-                f"{RUN} cannot be read: {str(error)[:300]}; is the trainer's release another?"
-            ) from error
+            found = find_run_record(store)
+            detail = f"nothing at {store.uri} yet"
+        except AccessDenied as error:  # without the right to list, S3 denies what does not exist
+            detail = str(error)
+        if found is not None:
+            return found
+        if waits % 30 == 0:
+            log.info(DATA_AWAITED, awaited=RUN, detail=detail)
+        waits += 1
+        stopped.wait(_RUN_POLL_SECONDS)
     return None
 
 
@@ -201,17 +201,6 @@ def _as_recorded(record: RunRecord, uri: str) -> LiveConfig:
         engine = engine.model_copy(update={"type": "transformers"})
     searcher = record.live.searcher.model_copy(update={"engine": engine})
     return record.live.model_copy(update={"storage": Storage(uri=uri), "searcher": searcher})
-
-
-def _open(live: LiveConfig, uri: str) -> ObjectStore:
-    storage = live.storage
-    return open_store(
-        uri,
-        endpoint=storage.endpoint,
-        region=storage.region,
-        force_path_style=storage.force_path_style,
-        observe=telemetry.count_storage_request,
-    )
 
 
 def _fetch(*, needs_weights: bool) -> Fetch:

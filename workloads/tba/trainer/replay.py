@@ -13,12 +13,13 @@ import torch
 
 from tba.contracts.config import LiveConfig
 from tba.contracts.errors import CorruptObject, UserError
-from tba.contracts.keys import INGEST, LATEST, RUN, LogKey
+from tba.contracts.keys import INGEST, LATEST, LogKey
 from tba.contracts.records import CheckpointManifest, IngestEntry, Latest, Lineage, RunRecord
 from tba.models import build_model, load_weights
 from tba.prompts import PromptSet, load_prompt_set
 from tba.protocol.bookkeeping import Bookkeeping
 from tba.protocol.lineage import is_discarded, surviving
+from tba.run_record import read_run_record
 from tba.snapshots import fetch_snapshot
 from tba.store import NotFound, ObjectStore
 from tba.trainer.checkpoint import read_checkpoint
@@ -48,8 +49,8 @@ class Recorded:
 
 def read_recorded(store: ObjectStore) -> Recorded:
     """Raises: UserError if the prefix holds no run with a checkpoint."""
+    record = read_run_record(store)
     try:
-        record = RunRecord.model_validate_json(store.get(RUN).data)
         latest = Latest.model_validate_json(store.get(LATEST).data)
     except NotFound as error:
         raise UserError(f"{store.uri} holds no run (no {error.args[0]}): pass the storage URI of a run") from error

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from tba import telemetry
 from tba.contracts.config import LiveConfig, Prompts
 from tba.contracts.errors import UserError
 from tba.contracts.keys import CHECKPOINTS, LATEST, RUN, new_nonce, prompts_key
@@ -30,8 +29,10 @@ from tba.models import LoadedModel, build_model, load_model, load_weights
 from tba.prompts import PromptSet, load_prompt_set, materialize
 from tba.protocol.bookkeeping import Bookkeeping
 from tba.protocol.latest import RunEnded
+from tba.run_record import find_run_record
+from tba.run_store import open_run_store
 from tba.snapshots import fetch_snapshot
-from tba.store import AlreadyExists, NotFound, ObjectStore, open_store
+from tba.store import AlreadyExists, NotFound, ObjectStore
 from tba.store.probe import probe, require
 from tba.trainer.checkpoint import LoopFacts, restore_newest
 from tba.trainer.committer import Committer
@@ -68,33 +69,21 @@ class AlreadyComplete(Exception):
     """The run in the bucket has ended; there is nothing to do."""
 
 
-def open_run_store(live: LiveConfig, uri: str) -> ObjectStore:
-    """The store of `uri` with the job's endpoint settings."""
-    storage = live.storage
-    return open_store(
-        uri,
-        endpoint=storage.endpoint,
-        region=storage.region,
-        force_path_style=storage.force_path_style,
-        observe=telemetry.count_storage_request,
-    )
-
-
 def prepare(run: RunFile, live: LiveConfig, uri: str) -> Ready:
     """Claim the run at `uri` and restore or begin it.
 
     Raises: UserError (another job's prefix, changed configuration), StoreUnavailable, AlreadyComplete.
     """
     refuse_unsupported(run.config)
-    store = open_run_store(live, uri)
-    record = _read_record(store)
+    store = open_run_store(live.storage, uri)
+    record = find_run_record(store)
     if record is not None:
         _refuse_foreign(record, run, live)
     loaded: LoadedModel | None = None
     if record is None:
         if not live.storage.unsafe_single_trainer:
             require(probe(store))
-        loaded = _load(run)
+        loaded = _load(run, live)
         record = _create_record(store, run, live, loaded)
     _refuse_ended(store)
     committer = _take_over(store)
@@ -102,7 +91,7 @@ def prepare(run: RunFile, live: LiveConfig, uri: str) -> Ready:
     prompts = load_prompt_set(store, record.train_prompts)
     _refuse_few_prompts(prompts, record)
     if committer.latest.checkpoint is None:
-        return _begin(store, record, committer, run, loaded, prompts)
+        return _begin(store, record, committer, run, live, loaded, prompts)
     return _resume(store, record, committer, prompts)
 
 
@@ -118,10 +107,11 @@ def _begin(
     record: RunRecord,
     committer: Committer,
     run: RunFile,
+    live: LiveConfig,
     loaded: LoadedModel | None,
     prompts: PromptSet,
 ) -> Ready:
-    loaded = loaded or _load(run)
+    loaded = loaded or _load(run, live)
     if loaded.revision != record.model_revision:
         raise UserError(
             f"model.uri gave revision {loaded.revision}, this run began with {record.model_revision}: "
@@ -194,8 +184,13 @@ def _device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _load(run: RunFile) -> LoadedModel:
-    loaded = load_model(run.config.model, base_dir=Path(run.base_dir or "."), token=os.environ.get("HF_TOKEN"))
+def _load(run: RunFile, live: LiveConfig) -> LoadedModel:
+    loaded = load_model(
+        run.config.model,
+        base_dir=Path(run.base_dir or "."),
+        token=os.environ.get("HF_TOKEN"),
+        open_store=lambda uri: open_run_store(live.storage, uri),
+    )
     count = sum(p.numel() for p in loaded.model.parameters())
     log.info(MODEL_LOADED, uri=run.config.model.uri, revision=loaded.revision, num_parameters=count)
     return loaded
@@ -225,7 +220,7 @@ def _create_record(store: ObjectStore, run: RunFile, live: LiveConfig, loaded: L
         store.put_once(RUN, record.to_json())
         return record
     except AlreadyExists:  # two trainers began at once: the first one's record stands
-        other = _read_record(store)
+        other = find_run_record(store)
         assert other is not None, "run.json was just seen"
         _refuse_foreign(other, run, live)
         return other
@@ -246,7 +241,7 @@ def _put_prompts(
         base_dir=base_dir,
         max_prompt_tokens=longest,
         limit=limit,
-        open_store=lambda uri: open_run_store(live, uri),
+        open_store=lambda uri: open_run_store(live.storage, uri),
     )
     key = prompts_key(sha)
     store.put_once(key, data)
@@ -272,19 +267,6 @@ def _eval_request(store: ObjectStore, record: RunRecord) -> EvalRequest | None:
         sampling=evaluation.sampling,
         samples=evaluation.samples,
     )
-
-
-def _read_record(store: ObjectStore) -> RunRecord | None:
-    try:
-        data = store.get(RUN).data
-    except NotFound:
-        return None
-    try:
-        return RunRecord.model_validate_json(data)
-    except ValueError as error:
-        raise UserError(
-            f"run.json at {store.uri} is not of this version: {error}. Use another storage prefix for this job"
-        ) from error
 
 
 def _refuse_foreign(record: RunRecord, run: RunFile, live: LiveConfig) -> None:
