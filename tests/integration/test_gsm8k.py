@@ -16,14 +16,14 @@ ROOT = Path(__file__).parents[2]
 SETTINGS = [
     "model.dtype=float32",
     "objective.totalSteps=5",
-    "objective.promptsPerBatch=2",
+    "objective.promptsPerBatch=1",
     "objective.responsesPerPrompt=2",
     "searcher.samplesPerPrompt=2",
-    "buffer.minInitialTrajectories=4",
+    "buffer.minInitialTrajectories=2",
     "buffer.maxReplayRatio=1",
     "task.sampling.maxTokens=12",
     "task.evaluation.maxPrompts=4",
-    "sync.intervalSteps=1",
+    "sync.intervalSteps=2",
     "sync.pollIntervalSeconds=0.5",
 ]
 
@@ -48,8 +48,9 @@ def test_real_model_trains_on_real_prompts_and_its_shards_agree_with_fresh_forwa
         latest = run.latest()
         assert latest.state is RunState.COMPLETE and latest.step == 5
         history = read_history(run.store)
-        assert len(history.publishes) >= 6 and {e.step for e in history.evaluations} == {0, 5}
-        assert history.searchers[0].versions >= 2
+        assert len(history.publishes) >= 4
+        # The searcher loaded both: an evaluation is answered with exactly the weights that it names.
+        assert {e.step for e in history.evaluations} == {0, 5}
         check = [sys.executable, str(ROOT / "hack" / "verify_run.py"), s3_uri, "--limit", "16"]
         done = subprocess.run(check, env=run.env, capture_output=True, text=True, timeout=300)
         print(done.stdout)

@@ -40,10 +40,10 @@ def test_scores_stay_with_their_steps_whatever_the_order_in_which_evaluations_en
     book = Bookkeeping.begun(1).evaluated(20, 0.2).evaluated(10, 0.9)
     assert book.eval_score == 0.2, "of the newest step, not of the evaluation that ended last"
     again = Bookkeeping.restored(saved(book), KEY, epoch=2)
-    assert again.eval_scores == {10: 0.9, 20: 0.2} and again.eval_score == 0.2
+    assert dict(again.scores) == {10: 0.9, 20: 0.2} and again.eval_score == 0.2
     for step in range(30, 30 + 2 * EVAL_SCORES):
         again = again.evaluated(step, 0.5)
-    assert len(again.eval_scores) == EVAL_SCORES and max(again.eval_scores) == 29 + 2 * EVAL_SCORES
+    assert len(again.scores) == EVAL_SCORES and again.scores[-1][0] == 29 + 2 * EVAL_SCORES
     assert Bookkeeping.begun(1).eval_score is None
 
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tba.cli.target import RUNS, StorageTarget
 from tba.contracts.errors import UserError
 from tba.contracts.job import TBAJob
 from tba.contracts.supported import refuse_unsupported
-from tba.rewards.sandbox import reward_source
+from tba.rewards.sandbox import RewardPool, reward_source
 
 EMBEDDED = "embedded"
 BUCKET = "tba"
@@ -86,6 +87,13 @@ class Plan:
     def restart_policy(self) -> RestartPolicy:
         """From the job's runPolicy."""
         return RestartPolicy(backoff_limit=self.job.spec.run_policy.backoff_limit)
+
+    def check_reward(self) -> None:
+        """Load the reward once, in a process of its own. Raises: UserError. Else run.json would keep the mistake."""
+        if self.searchers == 0:
+            return  # it need not be here
+        with suppress(RuntimeError):  # not the user's mistake: searchers try again
+            RewardPool(self.job.spec.task.reward, num_workers=1, search_path=self.job_file.parent).close()
 
     def to_dict(self) -> dict[str, Any]:
         """For `--dry-run --json`."""

@@ -36,6 +36,7 @@ def command(
     from tba.cli.local_run import LocalRun
 
     planned = plan(job, overrides=overrides or [], searchers=searchers, storage=storage, run_dir=run_dir, fresh=fresh)
+    planned.check_reward()
     if dry_run:
         typer.echo(json.dumps(planned.to_dict(), indent=2) if as_json else planned.describe())
         return 0

@@ -11,7 +11,7 @@ Ingested identities, step and lineage travel in the same manifest as optimizer a
 them back together: that is what makes ingestion exactly-once in effect.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -38,8 +38,8 @@ class Bookkeeping:
     metrics_log_seq: int = 0
     wall_seconds: float = 0.0
     """Training time up to this step, over all attempts."""
-    eval_scores: Mapping[int, float] = field(default_factory=dict)
-    """Step -> score of the newest complete evaluations of the surviving run."""
+    scores: tuple[tuple[int, float], ...] = ()
+    """(step, score) of the newest complete evaluations of the surviving run, by step. A tuple: states are hashed."""
 
     @classmethod
     def begun(cls, epoch: int) -> Self:
@@ -62,13 +62,13 @@ class Bookkeeping:
             lineage=lineage.surviving(manifest, epoch),
             checkpoint=key,
             wall_seconds=manifest.wall_seconds,
-            eval_scores=manifest.eval_scores,
+            scores=tuple(sorted(manifest.eval_scores.items())),
         )
 
     @property
     def eval_score(self) -> float | None:
         """Score of the newest evaluated step."""
-        return self.eval_scores[max(self.eval_scores)] if self.eval_scores else None
+        return self.scores[-1][1] if self.scores else None
 
     def contains(self, shard_id: ShardId) -> bool:
         """Whether the shard is ingested, or quarantined, in this state."""
@@ -108,8 +108,8 @@ class Bookkeeping:
 
     def evaluated(self, step: int, score: float) -> Self:
         """A complete evaluation of the surviving run's weights of `step`."""
-        scores = sorted({**self.eval_scores, step: score}.items())
-        return replace(self, eval_scores=dict(scores[-EVAL_SCORES:]))
+        scores = sorted({**dict(self.scores), step: score}.items())
+        return replace(self, scores=tuple(scores[-EVAL_SCORES:]))
 
     def checkpointed(self, key: str) -> Self:
         """`latest` names the checkpoint at `key` now: the next one has it as its parent."""
@@ -141,5 +141,5 @@ class Bookkeeping:
             metrics_log_seq=self.metrics_log_seq,
             wall_seconds=self.wall_seconds,
             eval_score=self.eval_score,
-            eval_scores=dict(self.eval_scores),
+            eval_scores=dict(self.scores),
         )

@@ -368,7 +368,7 @@ class Trainer:
         live = self._live()
         try:
             swept = self._sweeper.sweep(
-                Retention.of(live.sync, live.storage), held_by=self._held_by, scores=self._book.eval_scores
+                Retention.of(live.sync, live.storage), held_by=self._held_by, scores=dict(self._book.scores)
             )
         except CorruptObject as error:
             log.warning(STORAGE_FAILED, task="garbage", error=str(error))

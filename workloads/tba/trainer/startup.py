@@ -216,6 +216,7 @@ def _create_record(store: ObjectStore, run: RunFile, live: LiveConfig, loaded: L
         eval_prompts=held_out,
         live=live,
     )
+    _refuse_few_prompts(load_prompt_set(store, train), record)  # before the record fixes the mistake for good
     try:
         store.put_once(RUN, record.to_json())
         return record
