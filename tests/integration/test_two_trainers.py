@@ -94,3 +94,12 @@ def test_a_complete_run_stays_complete(tmp_path):
         before = run.latest()
         assert run.trainer().wait(60) == 0, run.tail()
         assert run.latest() == before
+
+
+def test_a_job_with_too_few_prompts_is_refused_before_it_leaves_a_run_that_forbids_the_correction(tmp_path):
+    job = job_for(tmp_path, f"file://{tmp_path}/store", objective={"promptsPerBatch": 100_000})
+    with cluster(tmp_path, job) as run:
+        trainer = run.trainer()
+        assert trainer.wait(60) == 64
+        assert "promptsPerBatch (P) must be <= the number of prompts" in run.log_of(trainer)
+    assert not (tmp_path / "store/run.json").exists()

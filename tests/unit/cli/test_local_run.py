@@ -141,4 +141,4 @@ def test_a_signal_stops_cleanly_and_says_how_to_resume(job_file, signum, code):
         assert process.wait(30) == code
     text = "".join(lines)
     assert "stopping: the trainer writes a checkpoint" in text
-    assert f"tba run {job_file}" in text
+    assert "the same command (without --fresh) resumes" in text

@@ -128,7 +128,9 @@ def test_a_damaged_snapshot_is_told_without_a_traceback(run_uri, tmp_path, capsy
 
 
 def test_an_export_never_mixes_with_what_is_there(run_uri, tmp_path, capsys):
-    assert run(capsys, "export", run_uri, "-o", str(tmp_path / "base"))[0] == 64
+    (tmp_path / "file").touch()
+    for taken in ("base", "file"):
+        assert run(capsys, "export", run_uri, "-o", str(tmp_path / taken))[0] == 64
 
 
 def test_inspect_lists_both_snapshots_newest_first(run_uri, capsys):

@@ -32,3 +32,10 @@ def test_a_searcher_is_told_its_grace_its_spool_and_when_to_end(options, monkeyp
 def test_a_searcher_told_nothing_ends_below_the_grace_of_a_pod(options):
     start()
     assert options[0].grace_seconds == searcher.DEFAULT_GRACE_SECONDS < 60
+
+
+def test_a_name_that_no_key_may_hold_is_refused_at_once(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["searcher", "--storage", "file:///nowhere/run", "--name", "BAD_name"])
+    assert caught.value.code == 64
+    assert "--name must be lower-case letters" in capsys.readouterr().err

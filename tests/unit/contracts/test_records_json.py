@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from support.synthetic_run import latest, run_record, whole_run
 
+from tba.contracts.errors import CorruptObject
 from tba.contracts.history import ROW
 from tba.contracts.records import (
     CheckpointManifest,
@@ -97,3 +98,8 @@ def test_a_run_is_the_same_run_whatever_its_live_fields_say():
     frozen = config.model_copy(update={"objective": config.objective.model_copy(update={"beta": 0.9})})
     assert live.identity() == config.identity()
     assert frozen.identity() != config.identity()
+
+
+def test_a_latest_that_cannot_be_parsed_is_a_damaged_object():
+    with pytest.raises(CorruptObject, match="restore it by hand"):
+        Latest.parse(b'{"commit": 2')

@@ -15,7 +15,7 @@ MASTER = "master.safetensors"
 def read_latest(store: ObjectStore) -> Latest:
     """Raises: UserError if there is no run."""
     try:
-        return Latest.model_validate_json(store.get(keys.LATEST).data)
+        return Latest.parse(store.get(keys.LATEST).data)
     except NotFound:
         raise UserError(f"no run at {store.uri}: it has no object `latest`. Check the URI, or start the run") from None
 

@@ -25,8 +25,8 @@ def command(
     from tba.contracts.errors import UserError
     from tba.contracts.keys import CHECKPOINTS
 
-    if output.exists() and any(output.iterdir()):
-        raise UserError(f"--output {output} is not empty: name a new directory")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"--output {output} is a file or not empty: name a new directory")
     snapshot = read_snapshot(open_target(run, endpoint=endpoint, region=region), version)
     write_directory(snapshot.tensors, snapshot.assets, output)
     manifest, size = snapshot.manifest, sum(t.nbytes for t in snapshot.tensors.values())

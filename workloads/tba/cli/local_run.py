@@ -114,7 +114,7 @@ class LocalRun:
             result: dict[str, Any] = summary.to_dict() | {"exitCode": code, "report": report and str(report)}
             sys.stdout.write(json.dumps(result) + "\n")
         if code in (INTERRUPTED, TERMINATED):
-            self._say(f"stopped; the same command resumes this run: tba run {self._plan.job_file}")
+            self._say("stopped; the same command (without --fresh) resumes this run")
         elif self._failure:
             tell(self._failure)
         return code
@@ -126,7 +126,11 @@ class LocalRun:
             self._say(f"no report: {error.name} is not installed; pip install 'tba-operator[report]'")
             return None
         path = self._plan.directory / "report.html"
-        path.write_text(render_report(history, now=time.time(), uri=self._plan.storage.uri), encoding="utf-8")
+        try:
+            path.write_text(render_report(history, now=time.time(), uri=self._plan.storage.uri), encoding="utf-8")
+        except OSError as error:  # a full disk must not hide how the run ended
+            self._say(f"no report: {error}; when that is mended: tba report {self._plan.directory}")
+            return None
         self._say(f"report: {path}")
         return path
 
@@ -162,8 +166,12 @@ class LocalRun:
 @contextmanager
 def lock_directory(directory: Path) -> Iterator[None]:
     """Hold the run directory. Raises: UserError if another `tba run` has it."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "lock").open("a+") as file:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = (directory / "lock").open("a+")
+    except OSError as error:
+        raise UserError(f"the run directory cannot be written, got {error}: name another --run-dir") from error
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -29,6 +29,11 @@ def new_nonce() -> str:
     return secrets.token_hex(16)
 
 
+def is_searcher_name(text: str) -> bool:
+    """Whether a searcher may be called so."""
+    return re.fullmatch(_NAME, text) is not None
+
+
 def _check(name: str, value: int, digits: int) -> None:
     if not 0 <= value < 10**digits:
         raise ValueError(f"{name} must be in 0..{10**digits - 1}, got {value}")
@@ -53,7 +58,7 @@ class ShardKey:
     def __post_init__(self) -> None:
         _check("window", self.window, 10)
         _check("seq", self.seq, 10)
-        if not re.fullmatch(_NAME, self.searcher):
+        if not is_searcher_name(self.searcher):
             raise ValueError(f"searcher must match {_NAME}, got {self.searcher!r}: use lower-case letters, digits, '-'")
         if not re.fullmatch(_HEX, self.incarnation):
             raise ValueError(f"incarnation must be 32 hex digits, got {self.incarnation!r}")

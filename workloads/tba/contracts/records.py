@@ -13,6 +13,7 @@ from pydantic import Field
 
 from tba.contracts.base import Contract
 from tba.contracts.config import LiveConfig, RunConfig
+from tba.contracts.errors import CorruptObject
 
 SCHEMA_VERSION = 1
 
@@ -204,6 +205,14 @@ class Latest(Contract):
     state: RunState = RunState.RUNNING
     nonce: str
     """Fresh for each body: ETags derive from content, so equal bodies would hide a change in between."""
+
+    @classmethod
+    def parse(cls, data: bytes) -> "Latest":
+        """Raises: CorruptObject."""
+        try:
+            return cls.model_validate_json(data)
+        except ValueError as error:
+            raise CorruptObject(f"latest cannot be parsed, got {data[:200]!r}: restore it by hand") from error
 
 
 class IngestState(Contract):

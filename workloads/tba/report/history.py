@@ -88,7 +88,7 @@ class HistoryReader:
         except NotFound:
             return
         if found is not None:
-            self._latest, self._latest_etag = Latest.model_validate_json(found.data), found.etag
+            self._latest, self._latest_etag = Latest.parse(found.data), found.etag
 
     def _read_logs(self) -> None:
         # An epoch that was fenced may still have written after its successor began: each has its own cursor. Only

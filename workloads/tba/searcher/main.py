@@ -3,14 +3,14 @@
 import os
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from tba import telemetry
 from tba.contracts.config import LiveConfig, Storage
 from tba.contracts.errors import UserError
-from tba.contracts.keys import RUN, new_nonce
+from tba.contracts.keys import RUN, is_searcher_name, new_nonce
 from tba.contracts.records import RunRecord, ShardHeader
 from tba.contracts.runfile import RunFile, read_run_file
 from tba.live import LiveSettings
@@ -57,6 +57,8 @@ def run_searcher(options: SearcherOptions) -> int:
 
     Raises: UserError (64), StoreUnavailable (2, at the start only), RunReplaced (2); anything else is a crash (1).
     """
+    if not is_searcher_name(options.name):
+        raise UserError(f"--name must be lower-case letters, digits and '-', at most 63, got {options.name!r}")
     run_file = read_run_file(options.config_dir) if options.config_dir is not None else None
     configure(role="searcher", run=run_file.name if run_file else options.storage)
     bind(searcher=options.name)
@@ -154,9 +156,11 @@ def _assemble(
             stats=stats.to_dict(),
         )
 
+    spool_dir = (options.spool_dir or Path(tempfile.gettempdir()) / "tba-spool") / record.run_id / options.name
+    stack.callback(_remove_empty, spool_dir)
     spool = Spool(
         store,
-        (options.spool_dir or Path(tempfile.gettempdir()) / "tba-spool") / record.run_id / options.name,
+        spool_dir,
         header=header,
         window=lambda: poller.window,
         limits=lambda: SpoolLimits(shard_seconds=shard_seconds(live().sync.poll_interval_seconds)),
@@ -211,6 +215,13 @@ def _fetch(*, needs_weights: bool) -> Fetch:
     from tba.snapshots import Snapshot, fetch_manifest
 
     return lambda store, key: Snapshot(key, fetch_manifest(store, key), {}, {})
+
+
+def _remove_empty(spool_dir: Path) -> None:
+    """What a searcher that uploaded everything leaves behind: nothing. Others may be at work in the same places."""
+    with suppress(OSError):
+        for folder in (spool_dir, *spool_dir.parents[:2]):
+            folder.rmdir()
 
 
 def _reward_processes() -> int:

@@ -31,6 +31,7 @@ _HOST = "127.0.0.1"
 _PORTS = range(10_240, 22_000)
 _GRPC_OFFSET = 10_000
 _COMPONENTS = ("s3", "master", "volume", "filer", "admin")
+_ORPHAN_SECONDS = 60
 _START_ATTEMPTS = 3
 _STOP_SECONDS = 10.0
 
@@ -77,6 +78,7 @@ class EmbeddedServer:
         self._memory_limit = memory_limit
         self._start_timeout_seconds = start_timeout_seconds
         self._process: subprocess.Popen[bytes] | None = None
+        self._watcher: subprocess.Popen[bytes] | None = None
         self._ports: dict[str, int] = {}
         self._lock: int | None = None
 
@@ -121,6 +123,7 @@ class EmbeddedServer:
 
     def stop(self) -> None:
         """End the server, by force after ten seconds, and clean up; safe to call twice."""
+        self._stop_watching()
         if self._process:
             _end(self._process)
             self._process = None
@@ -167,8 +170,16 @@ class EmbeddedServer:
                 # Ctrl-C reaches the whole terminal group: trainer and searchers must end before their store.
                 start_new_session=True,
             )
+        self._stop_watching()
+        self._watcher = _watch(self._process.pid)
         state = {"pid": self._process.pid, "ports": self._ports}
         (self.directory / "server.json").write_text(json.dumps(state))
+
+    def _stop_watching(self) -> None:
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            watcher.kill()
+            watcher.communicate()
 
     def _arguments(self) -> list[str]:
         ports = [f"-{name}.port={port}" for name, port in self._ports.items()]
@@ -330,6 +341,15 @@ def _can_bind(port: int) -> bool:
         except OSError:
             return False
         return True
+
+
+def _watch(pid: int) -> subprocess.Popen[bytes]:
+    """End the server some time after this process has died without stopping it.
+
+    The shell's input ends with us. The delay lets the trainer write its last checkpoint first.
+    """
+    script = f"read _; sleep {_ORPHAN_SECONDS}; kill -9 {pid}"
+    return subprocess.Popen(["/bin/sh", "-c", script], stdin=subprocess.PIPE, start_new_session=True)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -297,7 +297,7 @@ def _differences(old: dict[str, Any], new: dict[str, Any], path: str = "") -> li
 
 def _refuse_ended(store: ObjectStore) -> None:
     try:
-        latest = Latest.model_validate_json(store.get(LATEST).data)
+        latest = Latest.parse(store.get(LATEST).data)
     except NotFound:
         if next(iter(store.list_after(CHECKPOINTS)), None) is not None:
             raise UserError(
