@@ -1,3 +1,6 @@
+import errno
+import os
+
 import pytest
 import typer
 
@@ -58,3 +61,21 @@ def test_version_and_help_end_with_0(capsys):
             main(arguments)
         assert caught.value.code == 0
     assert "tba 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS])
+def test_a_full_or_unwritable_disk_is_told_with_its_remedy_and_no_traceback(number, capsys):
+    def fail():
+        raise OSError(number, os.strerror(number), "/some/where")
+
+    assert exit_code(fail) == 1
+    told = capsys.readouterr().err
+    assert "/some/where" in told and "free some space" in told and "Traceback" not in told
+
+
+def test_any_other_operating_system_error_is_a_bug_and_shows_its_traceback(capsys):
+    def fail():
+        raise OSError(errno.EBADF, "bad descriptor")
+
+    assert exit_code(fail) == 1
+    assert "Traceback" in capsys.readouterr().err

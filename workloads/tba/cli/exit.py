@@ -3,6 +3,7 @@
 0 done, 1 crash or damaged object, 2 storage unavailable, 3 fenced, 64 user error, 130 Ctrl-C, 143 SIGTERM.
 """
 
+import errno
 import os
 import signal
 import sys
@@ -14,6 +15,8 @@ import typer
 
 from tba.contracts.errors import CorruptObject, Fenced, StoreUnavailable, UserError
 
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+"""What a person mends, not a programmer: told without a traceback."""
 CRASH = 1
 INTERRUPTED = 130
 TERMINATED = 143
@@ -60,9 +63,17 @@ def exit_code(body: Callable[[], Any]) -> int:
         return CRASH
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else CRASH
-    except BaseException:  # the top of the process: a bug, told in full
-        traceback.print_exc()
+    except BaseException as error:  # the top of the process
+        _tell_crash(error)
         return CRASH
+
+
+def _tell_crash(error: BaseException) -> None:
+    """A full or unwritable disk with its remedy; anything else is a bug, told in full."""
+    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+        tell(f"{error}: make the path writable or free some space, then run this again")
+    else:
+        traceback.print_exc()
 
 
 def tell(message: str) -> None:
