@@ -62,8 +62,14 @@ bench: $(VENV)/.dev  ## print the benchmarks (a quarter of an hour), write docs/
 lock: $(UV)  ## resolve again and write requirements/*.lock
 	$(UV) lock --upgrade
 	$(UV) export -q --locked --extra cpu --no-dev $(EXPORT) > requirements/cpu.lock
-	$(UV) export -q --locked --all-extras --group dev $(EXPORT) > requirements/dev.lock
+	$(UV) export -q --locked --extra operator --no-dev $(EXPORT) > requirements/operator.lock
+	$(UV) export -q --locked --extra cpu --extra operator --group dev $(EXPORT) > requirements/dev.lock
+	for role in trainer searcher; do \
+	  $(PYTHON) hack/role_requirements.py $$role | $(UV) pip compile -q --no-config $(COMPILE) - -o requirements/$$role.lock; \
+	done
 EXPORT := --no-emit-project --no-annotate --no-header --format requirements.txt
+# Images for GPUs take the dependencies' own pins, not the lean overrides of this project.
+COMPILE := --generate-hashes --no-annotate --no-header --no-emit-index-url --python-version 3.11 --python-platform x86_64-manylinux_2_28
 
 $(UV):
 	$(PYTHON) -m venv .uv
