@@ -6,17 +6,18 @@ UV_VERSION := 0.13.9
 UV := .uv/bin/uv
 VENV := .venv
 BIN := $(VENV)/bin
+NODES ?= 2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo demo-seeds test test-unit test-integration test-faults model-check check lock format bench clean
+.PHONY: help demo demo-seeds test test-unit test-integration test-faults cluster-build cluster-images cluster-up cluster-down test-cluster model-check check lock format bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
 
 demo: $(VENV)/.dev  ## the main job: train the laptop model with 1 trainer and 2 searchers, then open the report
 	$(BIN)/python examples/arithmetic/make_base.py
-	$(BIN)/tba run examples/arithmetic.yaml --searchers 2 --storage embedded --fresh
+	$(BIN)/tba run examples/laptop.yaml --searchers 2 --storage embedded --fresh
 
 demo-seeds: $(VENV)/.dev  ## the same for three seeds; fails unless each reaches 80 % held-out within 150 steps
 	$(BIN)/python examples/arithmetic/make_base.py
@@ -33,6 +34,24 @@ test-integration: $(VENV)/.dev  ## real processes and servers
 
 test-faults: $(VENV)/.dev  ## the long fault tier: SIGKILL at every failpoint and at random
 	$(BIN)/python -m pytest tests/faults -q -s
+
+cluster-build:  ## programs of the test cluster: 5 to 10 minutes the first time; installs Debian packages if some are absent
+	tests/cluster/packages.sh
+	tests/cluster/build.sh
+
+cluster-up: cluster-build  ## a real Kubernetes cluster on this machine, as root: make cluster-up NODES=2
+	KUBE_NODES=$(NODES) tests/cluster/up.sh
+
+cluster-down:  ## end it and remove every trace
+	tests/cluster/down.sh
+
+cluster-images: cluster-build  ## this repository's images and those of its companions, for the test cluster
+	for companion in minio kueue; do tests/cluster/companions/$$companion/build.sh; done
+	tests/cluster/images/build.sh
+	tests/cluster/images/golden.sh tests/cluster/.golden tests/cluster/.images/operator.tar tests/cluster/.images/workload.tar
+
+test-cluster: $(VENV)/.dev cluster-images  ## the operator on a real cluster, as root; starts one unless `cluster-up` has
+	$(BIN)/python -m pytest tests/cluster -q
 
 model-check: $(VENV)/.dev  ## explore every interleaving and crash of the bucket protocol; prints the states
 	$(BIN)/python -m pytest tests/unit/protocol/test_model_check.py -q -s

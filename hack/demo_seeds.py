@@ -44,7 +44,7 @@ class Outcome:
 def run(seed: int, searchers: int, root: Path) -> Outcome:
     """One demo with `objective.seed` = seed, in a directory of its own."""
     directory = root / f"arithmetic-seed-{seed}"
-    command = [sys.executable, "-m", "tba.cli", "run", "examples/arithmetic.yaml", "--fresh"]
+    command = [sys.executable, "-m", "tba.cli", "run", "examples/laptop.yaml", "--fresh"]
     command += ["--searchers", str(searchers), "--run-dir", str(directory), "--set", f"objective.seed={seed}"]
     subprocess.run(command, check=True)
     history = read_history(open_store(f"file://{directory / 'store'}"))

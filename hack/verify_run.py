@@ -20,6 +20,7 @@ from tba.contracts.records import Outcome, PolicyId, RunRecord, Trajectory
 from tba.models import build_model, load_weights
 from tba.prompts import PromptSet, load_prompt_set
 from tba.rewards.sandbox import RewardCall, RewardPool
+from tba.rewards.stored import get_reward_code
 from tba.run_record import read_run_record
 from tba.shards import decode_shard
 from tba.snapshots import fetch_snapshot
@@ -58,7 +59,9 @@ def verify(store: ObjectStore, *, limit: int) -> Agreement:
         for row, start, end in pieces:
             worst = max(worst, _difference(model, row, start, end, record.config.task.sampling.temperature))
             tokens += end - start
-    return Agreement(len(rows), tokens, len(by_policy), worst, _reward_difference(record, prompts, rows, tokenizer))
+    code = get_reward_code(store, record.reward_code)
+    reward = _reward_difference(record, prompts, rows, tokenizer, code)
+    return Agreement(len(rows), tokens, len(by_policy), worst, reward)
 
 
 def _sample(store: ObjectStore, record: RunRecord, limit: int) -> list[Trajectory]:
@@ -88,7 +91,13 @@ def _difference(model: torch.nn.Module, row: Trajectory, start: int, end: int, t
     return float((fresh - recorded)[start:end].abs().max())
 
 
-def _reward_difference(record: RunRecord, prompts: PromptSet, rows: list[Trajectory], tokenizer) -> float:  # noqa: ANN001
+def _reward_difference(
+    record: RunRecord,
+    prompts: PromptSet,
+    rows: list[Trajectory],
+    tokenizer,  # noqa: ANN001
+    code: str | None,
+) -> float:
     scored = [r for r in rows if r.outcome is Outcome.SCORED]
     calls = [
         RewardCall(
@@ -98,7 +107,7 @@ def _reward_difference(record: RunRecord, prompts: PromptSet, rows: list[Traject
         )
         for r in scored
     ]
-    with RewardPool(record.config.task.reward, num_workers=1) as pool:
+    with RewardPool(record.config.task.reward, num_workers=1, code=code) as pool:
         results = pool.score(calls)
     return max((abs((a.reward or 0.0) - (b.reward or 0.0)) for a, b in zip(results, scored, strict=True)), default=0.0)
 

@@ -161,7 +161,15 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=Path(__file__).parent / "build")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=Settings().steps)
+    parser.add_argument("--upload", metavar="URI", help="s3://bucket/prefix to copy the result to, for a cluster")
     args = parser.parse_args()
+    make(args)
+    if args.upload:
+        upload(args.output, args.upload)
+
+
+def make(args: argparse.Namespace) -> None:
+    """Fill the output folder, unless it holds just this."""
     settings = Settings(seed=args.seed, steps=args.steps)
     record = args.output / "made.json"
     if record.exists() and json.loads(record.read_text())["hash"] == settings.hash:
@@ -185,6 +193,17 @@ def main() -> None:
         + "  ".join(f"{k} {v:.3f}" for k, v in result.items())
     )
     record.write_text(json.dumps({"hash": settings.hash, "settings": asdict(settings), "accuracy": result}, indent=2))
+
+
+def upload(folder: Path, uri: str) -> None:
+    """Copy the model and the prompts to a bucket; what is there already stays."""
+    from tba.store import open_store
+
+    store = open_store(uri)
+    for path in sorted((*folder.glob("*.jsonl"), *folder.glob("base/*"))):
+        key = str(path.relative_to(folder))
+        store.put_once(key, path.read_bytes())
+        print(f"{uri}/{key}")
 
 
 if __name__ == "__main__":

@@ -55,6 +55,13 @@ def test_generation_config_is_no_asset_and_dropout_stays_off_in_train_mode(tmp_p
         assert torch.equal(loaded.model.train()(ids).logits, still)
 
 
+def test_a_model_on_a_volume_claim_is_the_same_model(tmp_path: Path, monkeypatch):
+    save_tiny(tmp_path / "claim" / "m", tied=True)
+    monkeypatch.setenv("TBA_PVC_DIR", str(tmp_path))
+    here = load_model(settings("file://claim/m"), base_dir=tmp_path).revision
+    assert load_model(settings("pvc://claim/m"), base_dir=Path()).revision == here
+
+
 def test_revision_follows_content_and_not_place(tmp_path: Path):
     first = load_model(settings("file://a"), base_dir=save_tiny(tmp_path / "a", tied=True).parent).revision
     second = load_model(settings("file://b"), base_dir=save_tiny(tmp_path / "b", tied=True).parent).revision
@@ -85,7 +92,7 @@ def test_wrong_uris_say_what_and_the_remedy(tmp_path: Path, monkeypatch):
         load_model(settings("file://nowhere"), base_dir=tmp_path)
     with pytest.raises(UserError, match="config.json"):
         load_model(settings(f"file://{tmp_path}"), base_dir=tmp_path)
-    with pytest.raises(UserError, match="clusters only"):
+    with pytest.raises(UserError, match="exists in a cluster only"):
         load_model(settings("pvc://claim/x"), base_dir=tmp_path)
 
 

@@ -6,7 +6,9 @@ import shlex
 import subprocess
 import sys
 from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import pytest
@@ -16,12 +18,18 @@ from tba.cli import COMMANDS, app
 from tba.cli.jobfile import _parse
 from tba.contracts.job import TBAJob
 from tba.telemetry import REGISTRY
+from tba_operator.cli import _cluster
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "workloads/tba"
+OPERATOR = ROOT / "operator/tba_operator"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^[ \t]*```(\w*)\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
-GENERATED = {"docs/reference/commands.md": "command_reference.py", "docs/reference/job.md": "job_reference.py"}
+GENERATED = {
+    "docs/reference/commands.md": "command_reference.py",
+    "docs/reference/job.md": "job_reference.py",
+    "docs/reference/pains.md": "pains.py",
+}
 
 
 def name(page):
@@ -73,7 +81,18 @@ def commands():
         command = root.commands[first].load()
         for sub, inner in getattr(command, "commands", {"": command}).items():
             found[f"{first} {sub}".strip()] = describe(inner)
+    for plugin in entry_points(group="tba.commands"):
+        alone = typer.Typer()
+        alone.command()(plugin.load())
+        found[plugin.name] = describe(typer.main.get_command(alone))
     return found
+
+
+@cache
+def kubectl_commands():
+    """Of `kubectl tba`: those of `tba`, some of them with a job of the cluster for a run."""
+    cluster: Any = typer.main.get_command(_cluster)
+    return commands() | {name: describe(command) for name, command in cluster.commands.items()}
 
 
 def describe(command):
@@ -92,11 +111,11 @@ def command_lines(text):
     yield from (" ".join(code.split()) for code in re.findall(r"`([^`]+)`", FENCE.sub("", text)))
 
 
-def fault_of(words):
+def fault_of(words, known=None):
     """Why `tba WORDS` cannot be typed, or None. Placeholders in capitals and a bare name of a command are fine."""
     if words[:1] == ["--help"] or words[:1] == ["COMMAND"] or words == ["inspect"] or words == ["storage"]:
         return None
-    known = commands()
+    known = known or commands()
     width = 2 if " ".join(words[:2]) in known else 1
     called = " ".join(words[:width])
     if called not in known:
@@ -126,6 +145,8 @@ def test_every_command_line_names_an_existing_command_and_its_options(page):
         while words and re.fullmatch(r"[A-Z_]+=\S+", words[0]):
             words = words[1:]
         if words[:1] == ["tba"] and len(words) > 1 and (fault := fault_of(words[1:])):
+            faults.append(f"{line}: {fault}")
+        if words[:2] == ["kubectl", "tba"] and len(words) > 2 and (fault := fault_of(words[2:], kubectl_commands())):
             faults.append(f"{line}: {fault}")
     assert not faults
 
@@ -175,9 +196,9 @@ def test_every_piece_of_a_job_in_the_documentation_fits_the_smallest_job():
 
 
 def merge(base, change):
-    """Sections are merged, `reward` is replaced: it is one of several kinds."""
+    """Sections are merged; reward and prompts are replaced: each is one of several kinds."""
     for key, value in change.items():
-        if isinstance(value, dict) and isinstance(base.get(key), dict) and key != "reward":
+        if isinstance(value, dict) and isinstance(base.get(key), dict) and key not in ("reward", "prompts"):
             merge(base[key], value)
         else:
             base[key] = value
@@ -235,7 +256,7 @@ def test_the_reference_has_every_log_event_and_no_other():
 def strings_of_the_code():
     """Every text of the sources; of an f-string its constant parts, with a gap for each value."""
     found = []
-    for file in SOURCES.rglob("*.py"):
+    for file in (*SOURCES.rglob("*.py"), *OPERATOR.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
                 found.append("\0".join(v.value if isinstance(v, ast.Constant) else "" for v in node.values))

@@ -18,6 +18,7 @@ from torch import nn
 
 from tba.contracts import config
 from tba.contracts.errors import CorruptObject, UserError
+from tba.mounts import claim_path
 from tba.store import ObjectStore
 from tba.store import open_store as default_open_store
 
@@ -165,7 +166,8 @@ def _local_directory(
             _download_s3(open_store(settings.uri), Path(folder))
             yield Path(folder), _content_revision(Path(folder))
     else:
-        raise UserError(f"model.uri {settings.uri} is for clusters only: use hf://, s3:// or file:// on this machine")
+        directory = claim_path(settings.uri, "model.uri")
+        yield directory, _content_revision(directory)
 
 
 def _download_hf(repository: str, revision: str | None, token: str | None) -> Path:

@@ -2,10 +2,10 @@
 
 from tba import telemetry
 from tba.contracts.config import Storage
-from tba.store import ObjectStore, open_store
+from tba.store import ObjectStore, Weather, open_store
 
 
-def open_run_store(storage: Storage, uri: str) -> ObjectStore:
+def open_run_store(storage: Storage, uri: str, weather: Weather | None = None) -> ObjectStore:
     """The store at `uri` with the endpoint settings of `storage`. Raises: UserError."""
     return open_store(
         uri,
@@ -13,4 +13,5 @@ def open_run_store(storage: Storage, uri: str) -> ObjectStore:
         region=storage.region,
         force_path_style=storage.force_path_style,
         observe=telemetry.count_storage_request,
+        weather=weather,
     )

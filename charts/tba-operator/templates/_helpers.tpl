@@ -1,5 +1,13 @@
 {{- define "tba.name" -}}
-{{- if contains "tba" .Release.Name }}{{ .Release.Name | trunc 40 | trimSuffix "-" }}{{ else }}{{ printf "%s-tba" .Release.Name | trunc 40 | trimSuffix "-" }}{{ end }}-operator
+{{- $release := .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- if contains "tba-operator" $release }}{{ $release }}
+{{- else if contains "tba" $release }}{{ $release }}-operator
+{{- else }}{{ $release }}-tba-operator{{ end }}
+{{- end }}
+
+{{- /* Cluster-scoped objects: two releases of one name in two namespaces must not meet. */}}
+{{- define "tba.clusterName" -}}
+{{ include "tba.name" . }}-{{ .Release.Namespace }}
 {{- end }}
 
 {{- define "tba.serviceAccount" -}}
@@ -8,7 +16,7 @@
 
 {{- define "tba.selector" -}}
 app.kubernetes.io/name: tba-operator
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{- define "tba.labels" -}}
@@ -16,12 +24,21 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 app.kubernetes.io/part-of: tba
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end }}
+
+{{- /* (list CONTEXT LABELS): the chart's labels and the user's; of a name in both, the chart's. */}}
+{{- define "tba.labelsWith" -}}
+{{- merge (include "tba.labels" (first .) | fromYaml) (last .) | toYaml }}
 {{- end }}
 
 {{- define "tba.image" -}}
 {{- if .Values.image.digest }}{{ .Values.image.repository }}@{{ .Values.image.digest }}
 {{- else }}{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}{{ end }}
+{{- end }}
+
+{{- define "tba.pullSecrets" -}}
+[{{- range $i, $name := .Values.imagePullSecrets }}{{ if $i }}, {{ end }}{name: {{ $name | quote }}}{{ end }}]
 {{- end }}
 
 {{- define "tba.subject" -}}

@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 
 import pytest
+from support.tiny_run import TinyRun
 from typer.testing import CliRunner
 
 from tba.cli.storage import app
@@ -101,3 +102,26 @@ def test_serve_runs_until_a_signal_and_prints_no_secret(tmp_path):
     secret = (tmp_path / "s3" / "credentials").read_text().split("secret_access_key = ")[1].strip()
     assert not any(secret in line for line in lines)
     assert not (tmp_path / "s3" / "server.json").exists()
+
+
+@pytest.mark.parametrize("place", ["/proc/tba-check", "/dev/null/tba-check"])
+def test_a_place_that_can_hold_no_files_is_told_and_not_a_crash(place):
+    result = CliRunner().invoke(app, ["check", f"file://{place}"])
+    assert isinstance(result.exception, UserError) and place in str(result.exception)
+
+
+def test_a_sweep_by_hand_says_first_what_would_go_and_then_deletes_just_that(tmp_path):
+    run = TinyRun(tmp_path / "run", min_initial=0)
+    trainer = run.trainer()
+    run.put_shard(0)
+    trainer.run()
+    store = run.ready.store
+    arguments = ["gc", store.uri, "--grace-seconds", "0", "--keep-last", "1"]
+    before = {o.key for o in store.list_after("")}
+    planned = CliRunner().invoke(app, [*arguments, "--dry-run"])
+    assert planned.exit_code == 0 and {o.key for o in store.list_after("")} == before
+    listed = set(planned.output.splitlines()[:-1])
+    assert listed and "would delete" in planned.output.splitlines()[-1]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0 and before - {o.key for o in store.list_after("")} == listed
+    assert all(key.startswith(("weights/", "checkpoints/")) for key in listed)

@@ -1,12 +1,14 @@
 import errno
 import os
+import signal
 
 import pytest
 import typer
 
 from tba.cli import main
-from tba.cli.exit import INTERRUPTED, TERMINATED, Terminated, exit_code
+from tba.cli.exit import INTERRUPTED, TERMINATED, Terminated, ending_of, exit_code, sigterm_unwinds
 from tba.contracts.errors import CorruptObject, Fenced, StoreUnavailable, UserError
+from tba.contracts.termination import read_termination
 
 
 def raising(error):
@@ -79,3 +81,40 @@ def test_any_other_operating_system_error_is_a_bug_and_shows_its_traceback(capsy
 
     assert exit_code(fail) == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (UserError("spec.x: must be 1, got 2: set 1"), "spec.x: must be 1, got 2: set 1"),
+        (StoreUnavailable("storage did not serve"), "storage did not serve"),
+        (ZeroDivisionError("bug"), "ZeroDivisionError: bug"),
+        (KeyboardInterrupt(), ""), (Terminated(), ""),
+    ],
+    ids=lambda v: type(v).__name__,
+)  # fmt: skip
+def test_an_ending_carries_the_error_as_it_was_told(error, message, capsys):
+    assert ending_of(raising(error)).message == message
+
+
+@pytest.mark.parametrize(("command", "left"), [("searcher", True), ("status", False)])
+def test_only_what_runs_as_a_container_leaves_last_words_also_for_a_wrong_option(command, left, tmp_path, monkeypatch):
+    path = tmp_path / "termination-log"
+    monkeypatch.setenv("TBA_TERMINATION_PATH", str(path))
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--nope"])
+    assert caught.value.code == 64 and path.exists() == left
+    if left:
+        found = read_termination(path.read_text())
+        assert found is not None and found.exit_code == 64 and "--nope" in found.message
+
+
+def test_sigterm_unwinds_a_container_that_has_no_shutdown_yet_and_the_old_handler_comes_back():
+    before = signal.getsignal(signal.SIGTERM)
+
+    def body():
+        with sigterm_unwinds():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert exit_code(body) == TERMINATED
+    assert signal.getsignal(signal.SIGTERM) == before

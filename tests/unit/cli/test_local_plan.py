@@ -94,6 +94,13 @@ def test_a_reward_that_cannot_be_loaded_is_told_before_anything_starts(job_file,
     make(job_file, overrides=[f"task.reward={reward}"], searchers=0).check_reward()
 
 
+@pytest.mark.parametrize("field", ["task.prompts", "task.evaluation.prompts"])
+def test_prompts_of_a_config_map_are_told_to_need_a_cluster_before_anything_starts(job_file, field, monkeypatch):
+    monkeypatch.delenv("TBA_CONFIG_MAPS_DIR", raising=False)
+    with pytest.raises(UserError, match=f"spec.{field}.configMapRef a/b.jsonl: ConfigMaps exist in a cluster only"):
+        make(job_file, overrides=[f"{field}={{configMapRef: {{name: a, key: b.jsonl}}}}"])
+
+
 def test_a_run_directory_that_cannot_be_made_is_the_users_to_correct(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="name another --run-dir"), lock_directory(tmp_path / "file" / "run"):

@@ -2,11 +2,12 @@ import io
 
 import pytest
 from rich.console import Console
+from support.progress import a_progress
 from support.synthetic_run import START, latest, run_record, sample, searcher, step_row, whole_run
 
 from tba.cli.screen import Screen
 from tba.cli.view import bars, closing, duration, merge, panel, plain, sparkline
-from tba.contracts.history import Progress
+from tba.contracts.history import Alert, Progress
 from tba.report.history import History, assemble
 from tba.report.summary import summarise
 
@@ -61,6 +62,18 @@ def test_what_the_trainer_says_of_itself_replaces_what_the_bucket_knows():
     assert merge(summary, None) == summary
     starting = merge(summary, progress.model_copy(update={"state": "Starting", "step": 0, "detail": ""}))
     assert (starting.state, starting.step) == ("Starting", summary.step), "it does not know yet, the bucket does"
+
+
+@pytest.mark.parametrize(
+    ("detail", "shown"),
+    [("", "storage is down: start it"), ("0 of 24 rows", "0 of 24 rows; storage is down: start it"), (
+        "storage is down", "storage is down: start it")],
+)  # fmt: skip
+def test_alerts_of_the_trainer_are_shown_once_beside_what_it_waits_for(detail, shown):
+    alert = Alert(reason="StorageUnreachable", message="storage is down: start it")
+    for state in ("Starting", "WaitingForData"):
+        merged = merge(summarise(history(), START + 130), a_progress(state=state, detail=detail, alerts=[alert]))
+        assert (merged.state, merged.detail) == (state, shown)
 
 
 def test_a_histogram_in_text_adds_up_and_is_cut():

@@ -3,7 +3,7 @@
 import pytest
 from support.learning import run_config
 
-from tba.contracts.config import ForkFrom, LoRA, Reference
+from tba.contracts.config import LoRA, Reference
 from tba.contracts.errors import UserError
 from tba.contracts.supported import refuse_unsupported
 
@@ -12,7 +12,7 @@ def test_an_ordinary_job_passes():
     refuse_unsupported(run_config())
 
 
-@pytest.mark.parametrize("field", ["spec.model.lora", "spec.objective.reference.scorer", "spec.forkFrom"])
+@pytest.mark.parametrize("field", ["spec.model.lora", "spec.objective.reference.scorer"])
 def test_each_unsupported_field_is_named(field):
     config = run_config()
     changed = {
@@ -20,7 +20,6 @@ def test_each_unsupported_field_is_named(field):
         "spec.objective.reference.scorer": {
             "objective": config.objective.model_copy(update={"reference": Reference(scorer="Searcher")})
         },
-        "spec.forkFrom": {"fork_from": ForkFrom(uri="s3://a/b", step=3)},
     }[field]
     with pytest.raises(UserError, match=field):
         refuse_unsupported(config.model_copy(update=changed))

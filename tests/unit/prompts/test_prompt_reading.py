@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,6 +16,7 @@ from support.memory_store import MemoryStore
 from tba.contracts.config import ConfigMapRef, Prompts
 from tba.contracts.errors import StoreUnavailable, UserError
 from tba.prompts import RawPrompt, read_prompts
+from tba.prompts.read import iterate_prompts
 
 GSM8K = Path(__file__).parents[3] / "examples" / "gsm8k"
 ROWS = [{"question": "1+1?", "answer": "2"}, {"question": "2+2?", "answer": "4"}, {"question": "1+1?", "answer": "2"}]
@@ -151,13 +154,53 @@ def test_a_file_that_is_not_parquet_is_named(tmp_path):
     [
         (Prompts(uri="file://missing.jsonl"), "no file"),
         (Prompts(uri="file://."), "no file"),
-        (Prompts(uri="pvc://claim/x.jsonl"), "only be mounted by the operator"),
-        (Prompts(config_map_ref=ConfigMapRef(name="a", key="b")), "set prompts.uri"),
+        (Prompts(uri="pvc://claim/x.jsonl"), "pvc:// exists in a cluster only"),
+        (
+            Prompts(config_map_ref=ConfigMapRef(name="a", key="b")),
+            "ConfigMaps exist in a cluster only.*set prompts.uri",
+        ),
     ],
 )
 def test_a_source_that_cannot_be_read_here_is_refused(tmp_path, config, message):
     with pytest.raises(UserError, match=message):
         read_prompts(config, base_dir=tmp_path)
+
+
+@pytest.mark.parametrize(("key", "pack"), [("train.jsonl", None), ("train.jsonl.gz", gzip.compress)])
+def test_prompts_of_a_config_map_are_read_where_the_cluster_mounts_them(tmp_path, monkeypatch, key, pack):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / key).write_bytes((pack or bytes)(lines(ROWS)))
+    monkeypatch.setenv("TBA_CONFIG_MAPS_DIR", str(tmp_path))
+    config = Prompts(config_map_ref=ConfigMapRef(name="data", key=key))
+    assert len(read_prompts(config, base_dir=tmp_path)) == len(ROWS)
+
+
+def test_a_bad_row_of_a_config_map_is_named_by_map_and_key(tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("{oops")
+    monkeypatch.setenv("TBA_CONFIG_MAPS_DIR", str(tmp_path))
+    config = Prompts(config_map_ref=ConfigMapRef(name="data", key="train.jsonl"))
+    with pytest.raises(UserError, match="configMapRef data/train.jsonl line 1 is not JSON"):
+        read_prompts(config, base_dir=tmp_path)
+
+
+def test_prompts_of_a_volume_claim_are_read_where_the_cluster_mounts_it(tmp_path, monkeypatch):
+    (tmp_path / "claim" / "gsm8k").mkdir(parents=True)
+    (tmp_path / "claim" / "gsm8k" / "train.jsonl").write_bytes(lines(ROWS))
+    monkeypatch.setenv("TBA_PVC_DIR", str(tmp_path))
+    found = read_prompts(Prompts(uri="pvc://claim/gsm8k/train.jsonl"), base_dir=tmp_path)
+    assert len(found) == len(ROWS)
+
+
+def test_a_data_set_of_the_hub_is_asked_for_with_the_token_that_was_given(tmp_path, monkeypatch):
+    asked = {}
+    hub = ModuleType("datasets")
+    hub.load_dataset = lambda *names, **options: asked.update(options, names=names) or ROWS  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    config = Prompts(uri="hf://org/name@v1/main")
+    found = list(iterate_prompts(config, base_dir=tmp_path, token="secret"))
+    assert len(found) == len(ROWS)
+    assert asked == {"names": ("org/name", "main"), "split": "train", "revision": "v1", "token": "secret"}
 
 
 def test_an_unknown_file_type_is_refused(tmp_path):

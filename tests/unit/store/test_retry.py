@@ -1,12 +1,13 @@
 from collections import Counter
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tba.contracts.errors import StoreUnavailable
-from tba.store.protocol import NotFound
-from tba.store.retry import Retrier, RetryPolicy, Transient
+from tba.contracts.errors import StoreUnavailable, UserError
+from tba.store.protocol import AccessDenied, NotFound
+from tba.store.retry import Retrier, RetryPolicy, Rotation, Transient, Weather, WrongIdentity
 
 
 class FakeTime:
@@ -113,3 +114,88 @@ def test_no_wait_begins_that_would_end_beyond_the_budget(budget, cap, base, atte
 def test_a_policy_that_cannot_work_is_refused(wrong):
     with pytest.raises(ValueError):
         RetryPolicy(**wrong)
+
+
+ROTATION = Rotation(first_seconds=20.0, later_seconds=300.0, where="the Secret")
+
+
+def unknown(until: float, time: FakeTime):
+    """A server that does not know our keys before that time."""
+
+    def attempt() -> str:
+        if time.now < until:
+            raise WrongIdentity("server answered 403 InvalidAccessKeyId")
+        return "done"
+
+    return attempt
+
+
+def rotating(rotation: Rotation = ROTATION) -> tuple[Retrier, FakeTime]:
+    time = FakeTime()
+    policy = RetryPolicy(base_delay_seconds=1, max_delay_seconds=5, budget_seconds=10, max_attempts=3)
+    return Retrier(policy, clock=time.clock, sleep=time.sleep, uniform=lambda: 1.0, rotation=rotation), time
+
+
+def test_keys_that_never_change_are_refused_at_once():
+    retrier, time = rotating(Rotation())
+    for _ in range(2):
+        with pytest.raises(UserError, match="InvalidAccessKeyId") as caught:
+            retrier.call("get", "k", unknown(1, time))
+        assert time.slept == [] and not isinstance(caught.value, AccessDenied)
+        retrier.call("get", "k", lambda: "ok")
+
+
+def test_a_wrong_key_from_the_start_ends_soon_and_names_where_it_comes_from():
+    retrier, time = rotating()
+    with pytest.raises(UserError, match="InvalidAccessKeyId; the keys come from the Secret") as caught:
+        retrier.call("get", "k", unknown(1e9, time))
+    assert not isinstance(caught.value, AccessDenied), "a waiting searcher would take that for `not yet`"
+    assert 10 < time.now < 60
+
+
+def test_a_new_key_that_the_server_learns_of_late_is_no_mistake():
+    retrier, time = rotating()
+    assert retrier.call("get", "k", unknown(8, time)) == "done"
+
+
+@pytest.mark.parametrize("first", [lambda: "ok", lambda: raise_(NotFound("k")), lambda: raise_(AccessDenied("k"))])
+def test_a_rotation_is_sat_out_for_minutes_once_the_keys_were_known(first):
+    retrier, time = rotating()
+    with suppress(NotFound, AccessDenied):
+        retrier.call("get", "k", first)
+    assert retrier.call("get", "k", unknown(200, time)) == "done"
+
+
+def test_a_rotation_that_never_ends_is_denied_access():
+    retrier, time = rotating()
+    retrier.call("get", "k", lambda: "ok")
+    with pytest.raises(AccessDenied):
+        retrier.call("get", "k", unknown(1e9, time))
+    assert 250 < time.now < 360
+
+
+def test_the_servers_clock_says_nothing_about_our_keys():
+    retrier, time = rotating()
+    retrier.call("now", "", lambda: 1.0)
+    with pytest.raises(UserError):
+        retrier.call("get", "k", unknown(60, time))
+
+
+def test_weather_knows_since_when_requests_fail_and_clears_with_any_answer():
+    now = [100.0]
+    weather = Weather(clock=lambda: now[0])
+    time = FakeTime()
+    retrier = Retrier(RetryPolicy(max_attempts=2), clock=time.clock, sleep=time.sleep, weather=weather)
+    with pytest.raises(StoreUnavailable):
+        retrier.call("get", "k", failing(9))
+    now[0] = 150.0
+    with pytest.raises(StoreUnavailable):
+        retrier.call("get", "k", failing(9))
+    assert weather.trouble == (100.0, "503")
+    with pytest.raises(NotFound):
+        retrier.call("get", "k", lambda: raise_(NotFound("k")))
+    assert weather.trouble is None
+
+
+def raise_(error: Exception):
+    raise error

@@ -8,7 +8,7 @@ from tba.contracts.config import Storage
 from tba.contracts.errors import UserError
 from tba.contracts.explain import field_names
 from tba.store.protocol import AccessDenied, NotFound
-from tba.store.retry import Transient
+from tba.store.retry import Transient, WrongIdentity
 from tba.store.s3_errors import classify, classify_broken, classify_message
 
 
@@ -28,7 +28,8 @@ def body(code: str) -> str:
         (404, "NoSuchKey", NotFound),
         (404, "NoSuchBucket", UserError),
         (403, "AccessDenied", AccessDenied),
-        (403, "SignatureDoesNotMatch", UserError),
+        (403, "SignatureDoesNotMatch", WrongIdentity),
+        (403, "RequestTimeTooSkewed", UserError),
         (301, "PermanentRedirect", UserError),
         (501, "NotImplemented", UserError),
         (400, "InvalidArgument", UserError),

@@ -4,14 +4,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.bucket import Bucket
+from support.memory_store import MemoryStore
 
 from tba.contracts.config import Checkpoints, Storage, Sync
-from tba.contracts.errors import Fenced
+from tba.contracts.errors import Fenced, UserError
 from tba.contracts.keys import CHECKPOINTS, WEIGHTS, pin_key
 from tba.contracts.records import IngestState
 from tba.protocol.garbage import Retention
 from tba.trainer import garbage as sweeping
-from tba.trainer.garbage import Sweeper
+from tba.trainer.garbage import Onlooker, Sweeper
 
 GRACE = 3600.0
 KEEP = Retention(keep_last=1, keep_every=None, keep_best=0, retain_versions=2, grace_seconds=GRACE)
@@ -269,3 +270,31 @@ def test_a_retention_that_keeps_nothing_and_an_unknown_buffer_are_refused():
         Retention(0, None, 0, 1, GRACE)
     with pytest.raises(ValueError, match="must be >= 1"):
         Retention(1, None, 0, 1, -1.0)
+
+
+def test_an_onlooker_sweeps_what_the_trainer_would_and_says_so_before():
+    bucket = Bucket()
+    for step in range(6):
+        bucket.snapshot(step)
+        bucket.checkpoint(step)
+    bucket.store.clock += 10 * KEEP.grace_seconds
+    ours, theirs = Sweeper(bucket.store, Onlooker(bucket.store)), Sweeper(bucket.store, bucket.committer)
+    marked = ours.marked(KEEP)
+    assert marked == theirs.marked(KEEP) and len(marked) > 0
+    swept = ours.sweep(KEEP)
+    assert (swept.num_objects, swept.total_bytes) == (len(marked), sum(marked.values()))
+    assert not set(marked) & set(bucket.store.objects) and bucket.missing() == []
+
+
+def test_an_onlooker_stops_when_a_trainer_takes_over():
+    bucket = Bucket()
+    bucket.snapshot(0)
+    onlooker = Onlooker(bucket.store)
+    bucket.take_over()
+    with pytest.raises(Fenced, match="nothing more is deleted"):
+        onlooker.check()
+
+
+def test_there_is_nothing_to_sweep_where_no_run_is():
+    with pytest.raises(UserError, match="no run at"):
+        Onlooker(MemoryStore())

@@ -8,6 +8,7 @@ import pytest
 from support.learning import feed, live_config, make_learner, make_shard
 
 from tba import telemetry
+from tba.contracts.records import Latest, RunState
 from tba.trainer.learner import StepResult
 from tba.trainer.optim import Update
 from tba.trainer.progress import StepMetrics, Timing, Tracker, sample_row, step_row
@@ -152,3 +153,31 @@ def test_progress_of_a_resumed_run_by_hand():
     assert progress.eta_seconds == pytest.approx(2.75 * 14)
     assert progress.staleness_mean == pytest.approx((1 * 2 + 4 * 3) / 6)
     assert abs(progress.last_updated_time - time.time()) < 60
+
+
+def test_progress_carries_speed_checkpoint_and_alerts_and_a_complete_run_has_no_alerts():
+    live = tracker(checkpoint_step=4, state="Training")
+    live.alarms.first_pass_at_k = 0.0
+    learner = make_learner()
+    for step in (5, 6):
+        learner.step = step
+        live.stepped(row_of(small_result(), learner))
+    progress = live.progress()
+    assert (progress.checkpoint_step, progress.steps_per_busy_second) == (4, pytest.approx(1 / 2.0))
+    assert progress.trajectories_per_searcher_second is None
+    assert [alert.reason for alert in progress.alerts] == ["NoRewardSignal"]
+    live.state = "Complete"
+    assert live.progress().alerts == []
+
+
+def test_a_trainer_that_finds_the_run_ended_tells_how_far_it_came():
+    live = Tracker(20)
+    live.found_complete("r", Latest(commit=9, epoch=2, version=20, step=20, state=RunState.COMPLETE, nonce="n"))
+    progress = live.progress()
+    assert (progress.state, progress.run_id, progress.step, progress.percentage) == ("Complete", "r", 20, 100.0)
+
+
+def test_what_only_the_user_can_help_is_a_failure():
+    live = Tracker(20)
+    live.failed("spec.x: must be 1, got 2: set 1")
+    assert (live.progress().state, live.progress().detail) == ("Failed", "spec.x: must be 1, got 2: set 1")

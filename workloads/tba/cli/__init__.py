@@ -4,9 +4,11 @@ One file a command. A file holds `command`, a function, or `app`, a typer applic
 """
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -21,7 +23,7 @@ COMMANDS = {
     "eval": "Evaluate the weights of a step or a model directory: greedy or pass@k.",
     "replay": "Train again offline from the recorded trajectories; compare with the checkpoint.",
     "pin": "Keep the checkpoint of a step, and so its weights, from being swept.",
-    "storage": "Check a bucket, serve one for development, delete a run.",
+    "storage": "Check a bucket, serve one for development, sweep or delete a run.",
     "trainer": "The trainer process (container entry point).",
     "searcher": "A searcher process (container entry point).",
 }
@@ -96,7 +98,25 @@ def _root(
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: parse, run, exit with the code of interface.md §2."""
-    from tba.cli.exit import exit_code
+    from tba.cli.exit import ending_of
 
+    given = sys.argv[1:] if arguments is None else arguments
     command = typer.main.get_command(app)
-    sys.exit(exit_code(lambda: command.main(args=arguments, prog_name="tba", standalone_mode=False)))
+    run = partial(command.main, args=given, prog_name="tba", standalone_mode=False)
+    if given[:1] in (["trainer"], ["searcher"]):
+        _main_of_container(run)
+    sys.exit(ending_of(run).code)
+
+
+def _main_of_container(run: Callable[[], Any]) -> NoReturn:
+    """The same for what runs as process 1 of a container: SIGTERM counts from the start, and last words are left."""
+    from tba.cli.exit import ending_of, sigterm_unwinds
+    from tba.last_words import leave
+
+    def guarded() -> Any:
+        with sigterm_unwinds():
+            return run()
+
+    ending = ending_of(guarded)
+    leave(ending.code, ending.message)
+    sys.exit(ending.code)

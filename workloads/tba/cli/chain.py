@@ -8,9 +8,6 @@ from tba.contracts.records import CheckpointManifest, Latest, SnapshotManifest
 from tba.snapshots.manifest import fetch_manifest
 from tba.store.protocol import NotFound, ObjectStore
 
-MASTER = "master.safetensors"
-"""In a checkpoint: its weights, float32."""
-
 
 def read_latest(store: ObjectStore) -> Latest:
     """Raises: UserError if there is no run."""
@@ -69,7 +66,7 @@ def find_weights(store: ObjectStore, version: int | None) -> str:
 def checkpoint_steps(store: ObjectStore) -> dict[int, str]:
     """Step -> manifest key of its newest checkpoint that still holds weights: the sweep may leave a bare manifest."""
     listed = {o.key for o in store.list_after(keys.CHECKPOINTS)}
-    found = sorted(keys.CheckpointKey.parse(key) for key in listed if key.endswith(f"/{MASTER}"))
+    found = sorted(keys.CheckpointKey.parse(key) for key in listed if key.endswith(f"/{keys.MASTER}"))
     return {key.step: key.path for key in found if key.path in listed}
 
 

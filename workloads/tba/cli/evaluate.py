@@ -6,7 +6,7 @@ snapshot -> engine.submit/step -> responses -> reward processes -> rewards (prom
 import math
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -20,6 +20,7 @@ from tba.contracts.errors import UserError
 from tba.models import build_model
 from tba.prompts import PromptSet, load_prompt_set, materialize
 from tba.rewards.sandbox import RewardCall, RewardPool
+from tba.rewards.stored import get_reward_code
 from tba.run_record import read_run_record
 from tba.searcher.engines.engine import Engine, Request, Response
 from tba.searcher.engines.transformers import TransformersEngine
@@ -65,6 +66,8 @@ class Task:
     greedy: bool
     samples: int
     seed: int
+    reward_code: str | None = None
+    """Of a reward whose code lies in the run's bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,8 @@ def of_run(store: ObjectStore, version: int | None, choice: Choice) -> Result:
     evaluation = config.task.evaluation
     snapshot = read_snapshot(store, version)
     task = _decide(choice, config.model, config.task.reward, config.task.sampling, evaluation)
+    if choice.reward is None:
+        task = replace(task, reward_code=get_reward_code(store, run.reward_code))
     if choice.prompts is None:
         if choice.prompt_field is not None or choice.answer_field is not None:
             raise UserError("--prompt-field and --answer-field name columns of a file: pass --prompts FILE as well")
@@ -142,7 +147,7 @@ def evaluate(
         max_model_len=task.model.max_model_len,
         trust_remote_code=task.model.trust_remote_code,
     )
-    with RewardPool(task.reward, num_workers=num_cores()) as pool:
+    with RewardPool(task.reward, num_workers=num_cores(), code=task.reward_code) as pool:
         engine.load(snapshot)
         responses = _generate(engine, prompts, count, task)
         whole = [r for r in responses if r.error is None]

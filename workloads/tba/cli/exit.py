@@ -8,7 +8,9 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import typer
@@ -27,56 +29,79 @@ MARK = "error: "
 _USAGE_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a command ended."""
+
+    code: int
+    message: str = ""
+    """The told error, without its mark; of a crash the last line of its traceback."""
+
+
 class Terminated(BaseException):
     """SIGTERM arrived; not an Exception, so that nothing on the way swallows it."""
 
 
 def raise_on_sigterm() -> None:
     """For commands without a shutdown of their own: SIGTERM unwinds the stack and ends with 143."""
+    signal.signal(signal.SIGTERM, _terminate)
 
-    def terminate(_signum: int, _frame: Any) -> None:
-        raise Terminated
 
-    signal.signal(signal.SIGTERM, terminate)
+@contextmanager
+def sigterm_unwinds() -> Iterator[None]:
+    """The same, for a while: a process that has no handler yet and is process 1 would never get the signal."""
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def exit_code(body: Callable[[], Any]) -> int:
-    """Run `body` and map what it returns (None or a code) or raises to an exit code, telling errors on stderr."""
+    """The code alone of `ending_of`."""
+    return ending_of(body).code
+
+
+def ending_of(body: Callable[[], Any]) -> Ending:
+    """Run `body` and map what it returns (None or a code) or raises to an ending, telling errors on stderr."""
     try:
         result = body()
-        return result if isinstance(result, int) else 0
+        return Ending(result if isinstance(result, int) else 0)
     except (UserError, StoreUnavailable, Fenced, CorruptObject) as error:
-        tell(str(error))
-        return error.exit_code
+        return Ending(error.exit_code, tell(str(error)))
     except typer.Exit as error:
-        return error.exit_code
+        return Ending(error.exit_code)
     except _USAGE_ERROR as error:
         error.show()
-        return UserError.exit_code
+        return Ending(UserError.exit_code, error.format_message())
     except (KeyboardInterrupt, typer.Abort):
-        return INTERRUPTED
+        return Ending(INTERRUPTED)
     except Terminated:
-        return TERMINATED
+        return Ending(TERMINATED)
     except BrokenPipeError:
         # The reader of our output left (`| head`). Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return CRASH
+        return Ending(CRASH)
     except SystemExit as error:
-        return error.code if isinstance(error.code, int) else CRASH
+        return Ending(error.code if isinstance(error.code, int) else CRASH)
     except BaseException as error:  # the top of the process
-        _tell_crash(error)
-        return CRASH
+        return Ending(CRASH, _tell_crash(error))
 
 
-def _tell_crash(error: BaseException) -> None:
-    """A full or unwritable disk with its remedy; anything else is a bug, told in full."""
+def _terminate(_signum: int, _frame: Any) -> None:
+    raise Terminated
+
+
+def _tell_crash(error: BaseException) -> str:
+    """A full or unwritable disk with its remedy; anything else is a bug, told in full. Returns its last line."""
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
-        tell(f"{error}: make the path writable or free some space, then run this again")
-    else:
-        traceback.print_exc()
+        return tell(f"{error}: make the path writable or free some space, then run this again")
+    traceback.print_exc()
+    return "".join(traceback.format_exception_only(error)).strip()
 
 
-def tell(message: str) -> None:
-    """Print an error for people: what, got, remedy; no traceback."""
+def tell(message: str) -> str:
+    """Print an error for people: what, got, remedy; no traceback. Returns it."""
     sys.stderr.write(f"{MARK}{message}\n")
     sys.stderr.flush()
+    return message

@@ -16,6 +16,7 @@ from tba.cli.target import RUNS, StorageTarget
 from tba.contracts.errors import UserError
 from tba.contracts.job import TBAJob
 from tba.contracts.supported import refuse_unsupported
+from tba.mounts import claim_path, config_map_file
 from tba.rewards.sandbox import RewardPool, reward_source
 
 EMBEDDED = "embedded"
@@ -200,7 +201,10 @@ def _check_files(job: TBAJob) -> None:
         if uri and uri.startswith("file://") and not Path(uri.removeprefix("file://")).exists():
             raise UserError(f"{field}: no such file or directory, got {uri}: make it, or correct the path")
         if uri and uri.startswith("pvc://"):
-            raise UserError(f"{field}: pvc:// exists in a cluster only, got {uri}: use hf://, s3:// or file:// here")
+            claim_path(uri, field)
+    for field, prompts in (("spec.task.prompts", task.prompts), ("spec.task.evaluation.prompts", held_out)):
+        if prompts and prompts.config_map_ref:
+            config_map_file(prompts.config_map_ref, field)
 
 
 def _can_run_vllm() -> bool:

@@ -8,18 +8,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tba.cli.chain import MASTER, find_assets, find_weights
+from tba.cli.chain import find_assets, find_weights
 from tba.contracts.config import Model
 from tba.contracts.errors import CorruptObject
-from tba.contracts.keys import CHECKPOINTS, CheckpointKey, WeightsKey, new_nonce
+from tba.contracts.keys import CHECKPOINTS, MASTER, CheckpointKey, new_nonce
 from tba.contracts.records import SnapshotManifest
 from tba.models import load_model, weight_tensors, write_assets
 from tba.run_record import read_run_record
-from tba.snapshots.fetch import Snapshot, fetch_snapshot
+from tba.snapshots.fetch import Snapshot, fetch_assets, fetch_snapshot
 from tba.snapshots.files import get_file
 from tba.snapshots.layout import parse
-from tba.snapshots.manifest import fetch_manifest
-from tba.snapshots.publish import ASSETS
 from tba.store.protocol import ObjectStore
 from tba.trainer.checkpoint import read_manifest
 
@@ -40,7 +38,7 @@ def read_snapshot(store: ObjectStore, version: int | None) -> Snapshot:
 
 def newest_assets(store: ObjectStore) -> dict[str, bytes]:
     """Configuration and tokenizer of the run's model. Raises: UserError, CorruptObject, StoreUnavailable."""
-    return _assets_of(store, find_assets(store))
+    return fetch_assets(store, find_assets(store))
 
 
 def write_directory(tensors: Mapping[str, Tensor], assets: Mapping[str, bytes], folder: Path) -> None:
@@ -72,10 +70,3 @@ def _of_checkpoint(store: ObjectStore, manifest_key: str) -> Snapshot:
     tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in master.items()}
     manifest = SnapshotManifest(epoch=key.epoch, version=key.step, nonce=key.nonce, files=[], tensors=[])
     return Snapshot(manifest_key, manifest, tensors, {})
-
-
-def _assets_of(store: ObjectStore, manifest_key: str) -> dict[str, bytes]:
-    """Only the assets of a snapshot, without its weights."""
-    prefix = WeightsKey.parse(manifest_key).prefix
-    entries = fetch_manifest(store, manifest_key).assets
-    return {e.name.removeprefix(ASSETS): bytes(get_file(store, prefix, e)) for e in entries}

@@ -1,7 +1,7 @@
-"""`tba storage`: check that a store keeps its promises, serve one for development, delete a run."""
+"""`tba storage`: check that a store keeps its promises, serve one for development, sweep or delete a run."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +9,7 @@ import typer
 
 from tba.cli.target import Endpoint, Region
 
-app = typer.Typer(no_args_is_help=True, help="Check or serve the storage of runs, or delete a run.")
+app = typer.Typer(no_args_is_help=True, help="Check or serve the storage of runs, sweep or delete a run.")
 _UriArgument = Annotated[str, typer.Argument(metavar="URI", help="s3://bucket/prefix or file://directory")]
 
 
@@ -56,6 +56,45 @@ def serve(
         while not ended.wait(1.0):
             server.check_alive()
     typer.echo(f"stopped; {directory} keeps the objects")
+
+
+@app.command()
+def gc(
+    uri: _UriArgument,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    keep_last: Annotated[int | None, typer.Option(min=1, help="Newest checkpoints to keep.")] = None,
+    grace_seconds: Annotated[
+        float | None, typer.Option(min=0, help="How long something must have been superseded.")
+    ] = None,
+    endpoint: Endpoint = None,
+    region: Region = None,
+) -> None:
+    """Sweep snapshots and checkpoints that a run needs no more, by the rules of its trainer, beside it or after it.
+
+    Rules that are not given are those that the job began with. Trajectories, pinned checkpoints and version 0 stay.
+    """
+    from tba.protocol.garbage import Retention
+    from tba.run_record import read_run_record
+    from tba.store import open_store
+    from tba.trainer.garbage import Onlooker, Sweeper
+
+    store = open_store(uri, endpoint=endpoint, region=region)
+    try:
+        live = read_run_record(store).live
+        retention = Retention.of(live.sync, live.storage)
+        given = {"keep_last": keep_last, "grace_seconds": grace_seconds}
+        retention = replace(retention, delete_shards=False, **{k: v for k, v in given.items() if v is not None})
+        sweeper = Sweeper(store, Onlooker(store))
+        if dry_run:
+            marked = sweeper.marked(retention)
+            for key in marked:
+                typer.echo(key)
+            typer.echo(f"would delete {len(marked)} objects, {sum(marked.values())} bytes, of {store.uri}")
+            return
+        swept = sweeper.sweep(retention)
+        typer.echo(f"deleted {swept.num_objects} objects, {swept.total_bytes} bytes, of {store.uri}")
+    finally:
+        store.close()
 
 
 @app.command()

@@ -32,12 +32,13 @@ def merge(summary: Summary, progress: Progress | None) -> Summary:
     """The summary from the bucket, with what the trainer says of itself right now in its place."""
     if progress is None or summary.state in ("Complete", "Failed"):
         return summary
+    detail = _with_alerts(progress)
     if progress.state == "Starting":  # it does not know yet how far the run is
-        return replace(summary, state=progress.state, detail=progress.detail)
+        return replace(summary, state=progress.state, detail=detail)
     return replace(
         summary,
         state=progress.state,
-        detail=progress.detail,
+        detail=detail,
         step=progress.step,
         total_steps=progress.total_steps,
         policy_version=progress.policy_version,
@@ -134,6 +135,12 @@ def duration(seconds: float) -> str:
     hours, rest = divmod(int(seconds), 3600)
     minutes, left = divmod(rest, 60)
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+
+
+def _with_alerts(progress: Progress) -> str:
+    alerts = [a.message for a in progress.alerts]
+    told = any(progress.detail in message for message in alerts)
+    return "; ".join(alerts if told else [text for text in (progress.detail, *alerts) if text])
 
 
 def _cells(s: Summary, history: History) -> list[tuple[str, str]]:

@@ -5,40 +5,55 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
+from pydantic.alias_generators import to_camel
 
 from tba.contracts.base import Contract
 
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Steps = Annotated[int, Field(ge=1)]
+ObjectName = Annotated[str, Field(min_length=1, max_length=253)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+MAX_URI_LENGTH = 1024
+
+LIVE_BUFFER_FIELDS = ("max_trajectories", "max_replay_ratio", "max_policy_lag", "max_replay_lag")
+"""Of Buffer: may change while a run goes on; everything else of it is frozen."""
+LIVE_REWARD_FIELDS = ("timeout_seconds", "memory_bytes")
+"""The same of Reward."""
 
 
 class SecretRef(Contract):
     """Name of a Secret in the job's namespace; values never appear in the spec."""
 
-    name: str = Field(min_length=1)
+    name: ObjectName
+    """Of the Secret."""
 
 
 class ConfigMapRef(Contract):
     """A key of a ConfigMap in the job's namespace."""
 
-    name: str = Field(min_length=1)
-    key: str = Field(min_length=1)
+    name: ObjectName
+    """Of the ConfigMap."""
+    key: ObjectName
+    """In its data."""
 
 
 class LoRA(Contract):
     """Low-rank adapter to train in place of the full weights."""
 
     rank: int = Field(default=16, ge=1)
+    """Of each adapter matrix."""
     alpha: float = Field(default=32.0, gt=0)
+    """The adapter is scaled by alpha / rank."""
     target_modules: list[str] = Field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"])
+    """Names of the modules that get an adapter."""
 
 
 class Model(Contract):
     """The model to post-train. Only the trainer reads `uri`; searchers take version 0 from the bucket."""
 
-    uri: str = Field(pattern=r"^(hf|s3|file|pvc)://.+")
+    uri: str = Field(pattern=r"^(hf|s3|file|pvc)://.+", max_length=MAX_URI_LENGTH)
     """hf://org/name, s3://bucket/prefix, file:///directory or pvc://claim/path."""
     revision: str | None = None
     """Revision of a Hugging Face repository; resolved once and recorded."""
@@ -47,17 +62,20 @@ class Model(Contract):
     max_model_len: int = Field(default=1024, ge=2)
     """Prompt plus response tokens."""
     trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
     secret_ref: SecretRef | None = None
     """Secret with HF_TOKEN."""
     lora: LoRA | None = None
+    """Not in this release, which trains full weights only."""
 
 
 class Prompts(Contract):
     """Where prompts come from. JSON Lines, Parquet or a Hugging Face data set."""
 
-    uri: str | None = Field(default=None, pattern=r"^(hf|s3|file|pvc)://.+")
+    uri: str | None = Field(default=None, pattern=r"^(hf|s3|file|pvc)://.+", max_length=MAX_URI_LENGTH)
     """Exactly one of uri and configMapRef. A relative file:// path is relative to the job file."""
     config_map_ref: ConfigMapRef | None = None
+    """A small data set in a ConfigMap."""
     split: str = "train"
     """Split of a Hugging Face data set; ignored for files."""
     prompt_field: str = "question"
@@ -69,6 +87,7 @@ class Prompts(Contract):
     chat_template: Literal["auto", "on", "off"] = "auto"
     """auto: the tokenizer's chat template if it has one and `template` is not set."""
     secret_ref: SecretRef | None = None
+    """Secret with HF_TOKEN, for a gated data set."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -93,6 +112,7 @@ class Reward(Contract):
     memory_bytes: int = Field(default=2 * 1024**3, ge=64 * 1024**2)
     """Address-space limit of a reward worker. Live."""
     parameters: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the reward function."""
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
@@ -106,9 +126,11 @@ class Sampling(Contract):
     """How searchers sample. top_p is 1 and top_k off, always: the objective needs full support."""
 
     temperature: float = Field(default=1.0, gt=0)
+    """Of the responses; objective.temperature is another."""
     max_tokens: int = Field(default=512, ge=1)
     """Response tokens, end-of-sequence included."""
     stop: list[str] = Field(default_factory=list)
+    """Texts that end a response."""
 
 
 class Evaluation(Contract):
@@ -117,8 +139,11 @@ class Evaluation(Contract):
     prompts: Prompts | None = None
     """null: no evaluation."""
     every_steps: Steps = 50
+    """Steps between evaluated snapshots."""
     max_prompts: int = Field(default=1024, ge=1)
+    """The first so many are used."""
     sampling: Literal["greedy", "sample"] = "greedy"
+    """greedy: the likeliest token each time; sample: as task.sampling."""
     samples: int = Field(default=1, ge=1)
     """Responses a prompt; pass@1 and pass@samples are reported."""
 
@@ -133,6 +158,7 @@ class Task(Contract):
     """Prompts, reward and sampling."""
 
     prompts: Prompts
+    """Training prompts: JSON Lines, Parquet or a Hugging Face data set."""
     reward: Reward
     sampling: Sampling = Sampling()
     evaluation: Evaluation = Evaluation()
@@ -142,6 +168,7 @@ class Schedule(Contract):
     """Learning rate over steps."""
 
     warmup_steps: int = Field(default=20, ge=0)
+    """Steps of the linear rise from 0."""
     decay: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """wsd: constant, then linear to 0 over the last fifth of totalSteps."""
 
@@ -150,17 +177,13 @@ class Optimizer(Contract):
     """AdamW on float32 master weights."""
 
     weight_decay: float = Field(default=0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    """Decoupled from the gradient, as AdamW does."""
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """Decay of the first and second moment."""
     eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
     max_grad_norm: Literal["auto"] | PositiveFloat | None = "auto"
     """auto: 3 x the running median of the gradient norm; null: no clipping (always so under lossScale Paper)."""
-
-    @field_validator("betas")
-    @classmethod
-    def _betas(cls, value: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= b < 1 for b in value):
-            raise ValueError(f"betas must be in [0, 1), got {value}")
-        return value
 
 
 class Reference(Contract):
@@ -190,11 +213,13 @@ class Objective(Contract):
     """What the trainer minimises and for how long."""
 
     type: Literal["TrajectoryBalance"] = "TrajectoryBalance"
+    """VarGrad trajectory balance: log Z is estimated from each group."""
     temperature: float = Field(default=1.0, gt=0)
     """T of policy and reference log-probabilities: log_softmax(logits / T)."""
     beta: float = Field(default=0.05, gt=0)
     """Weight of the pull towards the reference, in reward per nat."""
     beta_final: PositiveFloat | None = None
+    """beta after betaAnnealSteps; null: beta stays."""
     beta_anneal_steps: Steps | None = None
     """Steps of the linear way from beta to betaFinal."""
     responses_per_prompt: int = Field(default=20, ge=2)
@@ -202,6 +227,7 @@ class Objective(Contract):
     prompts_per_batch: int = Field(default=7, ge=1)
     """P: groups a batch."""
     total_steps: Steps = 700
+    """The run is complete after so many optimizer steps."""
     learning_rate: PositiveFloat | None = None
     """null: by size, 1e-5 below 1B parameters, 3e-6 up to 8B, 1e-6 above; 5e-5 for LoRA. A starting guess."""
     schedule: Schedule = Schedule()
@@ -210,6 +236,7 @@ class Objective(Contract):
     """Paper: times 2/beta, the literal Eq. 5 of arXiv 2503.18929."""
     reference: Reference = Reference()
     seed: int = Field(default=0, ge=0, lt=2**31)
+    """Of every random choice of the run."""
     parameters: dict[str, Any] = Field(default_factory=dict)
     """Of the objective type. TrajectoryBalance: ratioAlpha (0..1, default 0) and ratioClip (> 0, default 1)."""
 
@@ -244,6 +271,7 @@ class Buffer(Contract):
     sampling: Literal["Reward", "Uniform", "Recency"] = "Reward"
     """Replay branch: softmax of reward x inverseTemperature, uniform, or softmax of -age in steps x the same."""
     inverse_temperature: float = Field(default=1.0, ge=0)
+    """0: the replay branch is uniform."""
     max_replay_ratio: PositiveFloat | None = 2.0
     """Rows trained / rows ingested over the last 100 steps; the trainer waits above it. null: no limit. Live."""
     max_policy_lag: int | None = Field(default=None, ge=0)
@@ -256,6 +284,7 @@ class Delta(Contract):
     """Sparse snapshots between full ones."""
 
     enabled: bool = True
+    """false: every snapshot is full."""
     max_ratio: float = Field(default=0.5, gt=0, le=1)
     """A delta larger than this share of the full snapshot is published in full."""
     anchor_every: int = Field(default=20, ge=1)
@@ -270,8 +299,10 @@ class Sync(Contract):
     ingest: Literal["Continuous", "AtSync"] = "Continuous"
     """Continuous: shards become trainable as they arrive; AtSync: at publishes only (the paper)."""
     swap: Literal["InFlight", "BetweenBatches"] = "InFlight"
+    """InFlight: new weights take over amid a response, and each token records its policy."""
     delta: Delta = Delta()
     retain_versions: int = Field(default=3, ge=1)
+    """Newest snapshots that are never swept."""
     poll_interval_seconds: float = Field(default=2.0, gt=0)
     """Between polls of `latest` by a searcher and of shards by the trainer."""
     stall_timeout_seconds: float = Field(default=1800.0, gt=0)
@@ -282,7 +313,9 @@ class Checkpoints(Contract):
     """Cadence and retention of checkpoints. All live."""
 
     every_steps: Steps = 50
+    """Steps between checkpoints."""
     keep_last: int = Field(default=2, ge=1)
+    """Keep the newest so many."""
     keep_every: Steps | None = None
     """Keep each checkpoint whose step is a multiple of this."""
     keep_best: int = Field(default=0, ge=0)
@@ -292,13 +325,15 @@ class Checkpoints(Contract):
 class WorkloadIdentity(Contract):
     """A ServiceAccount that the cloud maps to storage rights."""
 
-    service_account_name: str = Field(min_length=1)
+    service_account_name: ObjectName
+    """Of the role's pods; made by you, in the job's namespace."""
 
 
 class RoleCredentials(Contract):
     """Exactly one way for one role."""
 
     secret_ref: SecretRef | None = None
+    """Secret with AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and, if need be, AWS_SESSION_TOKEN. Rotation is live."""
     workload_identity: WorkloadIdentity | None = None
 
     @model_validator(mode="after")
@@ -312,9 +347,12 @@ class Credentials(Contract):
     """By reference only. secretRef or workloadIdentity at the top serves both roles."""
 
     secret_ref: SecretRef | None = None
+    """Secret with AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and, if need be, AWS_SESSION_TOKEN. Rotation is live."""
     workload_identity: WorkloadIdentity | None = None
     trainer: RoleCredentials | None = None
+    """Of the trainer alone; then `searcher` too."""
     searcher: RoleCredentials | None = None
+    """Of the searchers alone; then `trainer` too."""
 
     @model_validator(mode="after")
     def _shape(self) -> Self:
@@ -328,14 +366,16 @@ class Credentials(Contract):
 class Storage(Contract):
     """The bucket prefix that holds the run. uri is immutable; endpoint, region, CA and credentials are live."""
 
-    uri: str = Field(pattern=r"^(s3|file)://.+")
+    uri: str = Field(pattern=r"^(s3|file)://.+", max_length=MAX_URI_LENGTH)
     """s3://bucket/prefix or file:///directory."""
-    endpoint: str | None = Field(default=None, pattern=r"^https?://.+")
+    endpoint: str | None = Field(default=None, pattern=r"^https?://.+", max_length=MAX_URI_LENGTH)
     """Of an S3-compatible server that is not AWS."""
     region: str | None = None
+    """Of the bucket."""
     force_path_style: bool | None = None
     """null: path style if `endpoint` is set."""
     ca_bundle_config_map_ref: ConfigMapRef | None = None
+    """PEM certificates that sign the endpoint's own."""
     credentials: Credentials | None = None
     """null: the default chain of the environment."""
     unsafe_single_trainer: bool = False
@@ -343,6 +383,7 @@ class Storage(Contract):
     adopt: bool = False
     """Take over a prefix that another job made."""
     trajectory_retention: Literal["Keep", "UntilCheckpointed"] = "Keep"
+    """UntilCheckpointed: shards are swept once a checkpoint covers them."""
     grace_seconds: float = Field(default=3600.0, ge=0)
     """Nothing is swept until superseded for so long, by the server's clock."""
     checkpoints: Checkpoints = Checkpoints()
@@ -352,11 +393,15 @@ class Engine(Contract):
     """What generates."""
 
     type: Literal["vllm", "transformers", "fake"] = "vllm"
+    """transformers: works without a GPU; fake: answers without a model, for trying things out."""
     tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs of one searcher (vllm)."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """Share of a GPU's memory that the engine takes (vllm)."""
     max_num_seqs: int | None = Field(default=None, ge=1)
     """Sequences in flight; null: the engine's own choice."""
     extra_args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the engine, as it names them."""
 
 
 class SearcherSettings(Contract):
@@ -377,8 +422,10 @@ class TrainerSettings(Contract):
 class ForkFrom(Contract):
     """Start from another run's checkpoint."""
 
-    uri: str = Field(pattern=r"^(s3|file)://.+")
+    uri: str = Field(pattern=r"^(s3|file)://.+", max_length=MAX_URI_LENGTH)
+    """Bucket prefix of the other run."""
     step: int = Field(ge=0)
+    """Of its checkpoint."""
 
 
 class RunConfig(Contract):
@@ -393,10 +440,9 @@ class RunConfig(Contract):
     def identity(self) -> dict[str, Any]:
         """The part that may never change: everything but live fields. Compare two of these on resume."""
         data = self.model_dump(mode="json")
-        for field in ("maxTrajectories", "maxReplayRatio", "maxPolicyLag", "maxReplayLag"):
-            data["buffer"].pop(field)
-        for field in ("timeoutSeconds", "memoryBytes"):
-            data["task"]["reward"].pop(field)
+        for section, live in ((data["buffer"], LIVE_BUFFER_FIELDS), (data["task"]["reward"], LIVE_REWARD_FIELDS)):
+            for field in live:
+                section.pop(to_camel(field))
         return data
 
 

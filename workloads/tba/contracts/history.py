@@ -168,6 +168,14 @@ AnyRow = Annotated[
 ROW = TypeAdapter[AnyRow](AnyRow)
 
 
+class Alert(Contract):
+    """Something wrong with a run that its trainer sees; a condition of the job."""
+
+    reason: Literal["SyncStalled", "NoRewardSignal", "StorageUnreachable"]
+    message: str
+    """What, got, remedy."""
+
+
 class Progress(Contract):
     """`/progress` of the trainer: status.progress of the job, and what a person watches."""
 
@@ -192,3 +200,10 @@ class Progress(Contract):
     searchers: int
     """Incarnations heard of in the last 60 s."""
     last_updated_time: float
+    checkpoint_step: int | None = None
+    """Of the newest durable checkpoint; null: none yet."""
+    steps_per_busy_second: float | None = None
+    """Optimizer steps per second of not waiting, over the last minutes; null until known. For the autoscaler."""
+    trajectories_per_searcher_second: float | None = None
+    """Rows ingested per second and searcher heard of, over the last minutes; null until known. For the autoscaler."""
+    alerts: list[Alert] = Field(default_factory=list)

@@ -1,6 +1,6 @@
 """The TBAJob resource: run configuration plus placement (interface.md §1). Placement knows nothing of torch."""
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -22,13 +22,24 @@ from tba.contracts.config import (
 API_VERSION = "tba.dev/v1alpha1"
 KIND = "TBAJob"
 MAX_NAME_LENGTH = 40
+STARTUP_DEADLINE_SECONDS = 3600
+
+# As Kubernetes writes quantities: 500m, 0.5, 2, 16Gi, 1e3.
+Quantity = (
+    Annotated[int, Field(ge=0)]
+    | Annotated[float, Field(ge=0)]
+    | Annotated[str, Field(pattern=r"^\+?([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][-+]?[0-9]+)?$")]
+)
+ExitCode = Annotated[int, Field(ge=1, le=255)]
 
 
 class PodTemplate(Contract):
     """Strategic additions to a role's pod."""
 
-    metadata: dict[str, Any] = Field(default_factory=dict)
+    metadata: dict[Literal["labels", "annotations"], dict[str, str]] = Field(default_factory=dict)
+    """Labels and annotations of the pod."""
     spec: dict[str, Any] = Field(default_factory=dict)
+    """Any field of a pod's spec: nodeSelector, tolerations, volumes, ... Containers are merged by name."""
 
 
 class Container(Contract):
@@ -37,12 +48,19 @@ class Container(Contract):
     image: str | None = None
     """null: the operator's default."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
+    """null: as Kubernetes decides."""
     image_pull_secrets: list[dict[str, str]] = Field(default_factory=list)
+    """Secrets that open the image's registry, each {name: ...}."""
     command: list[str] = Field(default_factory=list)
+    """In place of the image's entry point."""
     args: list[str] = Field(default_factory=list)
+    """In place of the role's name."""
     env: list[dict[str, Any]] = Field(default_factory=list)
+    """Environment variables, as in a pod: {name, value} or {name, valueFrom}."""
     env_from: list[dict[str, Any]] = Field(default_factory=list)
-    resources: dict[str, Any] = Field(default_factory=dict)
+    """Sources of environment variables, as in a pod."""
+    resources: dict[Literal["limits", "requests"], dict[str, Quantity]] = Field(default_factory=dict)
+    """As in a pod. Without a GPU here the role asks for what its engine needs."""
     pod_template: PodTemplate = PodTemplate()
 
 
@@ -50,7 +68,15 @@ class ColocatedSearcher(Contract):
     """An engine inside the trainer pod that works while the trainer is starved."""
 
     enabled: Literal["auto"] | bool = "auto"
+    """auto: the controller's choice, which in this release is false."""
     memory_fraction: float = Field(default=0.4, gt=0, lt=1)
+    """Share of a GPU's memory for the engine."""
+
+    @model_validator(mode="after")
+    def _not_yet(self) -> Self:
+        if self.enabled is True:
+            raise ValueError("enabled must be auto or false in this release, got True: add searcher.replicas instead")
+        return self
 
 
 class Trainer(Container, TrainerSettings):
@@ -59,18 +85,31 @@ class Trainer(Container, TrainerSettings):
     gpus_per_node: int | None = Field(default=None, ge=0)
     """null: 1, or 0 with a CPU engine."""
     nodes: int = Field(default=1, ge=1)
+    """Trainer pods; this release has one."""
     colocated_searcher: ColocatedSearcher = ColocatedSearcher()
     termination_grace_period_seconds: int = Field(default=600, ge=0)
+    """Time to write a checkpoint and stop."""
+
+    @model_validator(mode="after")
+    def _one_node(self) -> Self:
+        if self.nodes != 1:
+            raise ValueError(f"nodes must be 1 in this release, got {self.nodes}: the trainer runs in one pod")
+        return self
 
 
 class Autoscaling(Contract):
     """Who decides the number of searchers."""
 
     mode: Literal["Static", "External", "Managed"] = "Static"
+    """Static: as written. External: HPA, KEDA or kubectl write /scale. Managed: the controller decides."""
     min_replicas: int = Field(default=1, ge=1)
-    max_replicas: int | None = Field(default=None, ge=1)
+    """Of Managed."""
+    max_replicas: int | None = Field(default=None, ge=1, le=4096)
+    """Of Managed, which needs it."""
     target_replay_ratio: float = Field(default=1.0, gt=0)
+    """Rows trained / rows generated that Managed aims at."""
     stabilization_seconds: int = Field(default=300, ge=0)
+    """Managed acts on what held for so long."""
 
     @model_validator(mode="after")
     def _bounds(self) -> Self:
@@ -85,17 +124,23 @@ class Searcher(Container, SearcherSettings):
     """The searcher pods."""
 
     replicas: int = Field(default=1, ge=0, le=4096)
+    """Searcher pods; /scale writes it."""
     min_available: int = Field(default=1, ge=0)
+    """Ready searchers that make the condition SearchersReady true."""
     autoscaling: Autoscaling = Autoscaling()
     pod_disruption_budget: bool = True
+    """Keep minAvailable searchers through node drains."""
     termination_grace_period_seconds: int = Field(default=60, ge=0)
+    """Time to upload what is generated and stop."""
 
 
 class FailureRule(Contract):
     """What to do when a trainer container ends with one of these exit codes."""
 
     action: Literal["FailJob", "Ignore", "Count"]
-    on_exit_codes: list[int] = Field(min_length=1)
+    """FailJob: end the job. Ignore: try again, uncounted. Count: try again, against backoffLimit."""
+    on_exit_codes: list[ExitCode] = Field(min_length=1, max_length=255)
+    """Of the trainer container."""
 
 
 class RunPolicy(Contract):
@@ -104,18 +149,35 @@ class RunPolicy(Contract):
     backoff_limit: int = Field(default=6, ge=0)
     """Attempts that made no new checkpoint before the job fails."""
     active_deadline_seconds: int | None = Field(default=None, ge=1)
-    startup_deadline_seconds: int = Field(default=3600, ge=1)
+    """The job fails if it is not complete by then; suspended time does not count."""
+    startup_deadline_seconds: int = Field(default=STARTUP_DEADLINE_SECONDS, ge=1)
+    """The job fails if the trainer was never ready by then."""
     ttl_seconds_after_finished: int | None = Field(default=None, ge=0)
+    """The job is deleted so long after its end; null: never. The bucket is left alone."""
     cleanup_policy: Literal["None", "Running", "All"] = "Running"
+    """What is removed at the end: nothing, pods that still run, or every pod."""
     priority_class_name: str | None = None
-    failure_rules: list[FailureRule] = Field(default_factory=list)
+    """Of the pods."""
+    failure_rules: list[FailureRule] = Field(default_factory=list, max_length=10)
+    """Tried in order, before the controller's own."""
+
+    @model_validator(mode="after")
+    def _deadlines(self) -> Self:
+        startup, active = self.startup_deadline_seconds, self.active_deadline_seconds
+        if active is not None and startup > active and startup != STARTUP_DEADLINE_SECONDS:  # the default may be later
+            raise ValueError(
+                f"startupDeadlineSeconds must be <= activeDeadlineSeconds, got {startup} > {active}: lower it"
+            )
+        return self
 
 
 class JobSpec(Contract):
     """Everything a user says about a run."""
 
     suspend: bool = False
-    managed_by: str = "tba.dev/tbajob-controller"
+    """true: checkpoint, then stop every pod; false again: go on from there."""
+    managed_by: Literal["tba.dev/tbajob-controller", "kueue.x-k8s.io/multikueue"] = "tba.dev/tbajob-controller"
+    """tba.dev/tbajob-controller, or kueue.x-k8s.io/multikueue, whose jobs the controller leaves alone."""
     model: Model
     task: Task
     objective: Objective = Objective()

@@ -11,6 +11,8 @@ from typing import Self
 LATEST = "latest"
 RUN = "run.json"
 MANIFEST = "manifest.json"
+MASTER = "master.safetensors"
+"""In a checkpoint: its weights, float32."""
 SHARDS = "shards/"
 WEIGHTS = "weights/"
 CHECKPOINTS = "checkpoints/"
@@ -18,6 +20,7 @@ EVAL = "eval/"
 METRICS = "metrics/"
 INGEST = "ingest/"
 PROMPTS = "prompts/"
+REWARDS = "rewards/"
 PINS = "pins/"
 
 _HEX = r"[0-9a-f]{32}"
@@ -209,6 +212,12 @@ def prompts_key(sha256: str) -> str:
     """`prompts/{sha256}.arrow`: a materialised prompt set, named by its content."""
     _match(r"[0-9a-f]{64}", sha256, "sha256")
     return f"{PROMPTS}{sha256}.arrow"
+
+
+def reward_key(sha256: str) -> str:
+    """`rewards/{sha256}.py`: the code of a run's own reward, named by its content."""
+    _match(r"[0-9a-f]{64}", sha256, "sha256")
+    return f"{REWARDS}{sha256}.py"
 
 
 def pin_key(step: int) -> str:

@@ -253,6 +253,15 @@ class CheckpointManifest(Contract):
     written, so that `keepBest` finds a checkpoint's score in those behind it."""
 
 
+class ForkOrigin(Contract):
+    """The checkpoint of another run that version 0 was made from."""
+
+    run_id: str
+    owner: str
+    checkpoint: str
+    """Key of its manifest, below `config.forkFrom.uri`."""
+
+
 class RunRecord(Contract):
     """`run.json`: what may never change during a run."""
 
@@ -263,10 +272,13 @@ class RunRecord(Contract):
     """namespace/name of the job that made this run."""
     config: RunConfig
     model_revision: str
-    """Resolved revision of the model that version 0 was made from."""
+    """Resolved revision of the model that version 0 was made from; of a fork the checkpoint's."""
     train_prompts: str
     """Key of the materialised training prompts."""
     eval_prompts: str | None = None
+    reward_code: str | None = None
+    """Key of the code of a reward that came from a ConfigMap: searchers have the bucket only."""
+    forked_from: ForkOrigin | None = None
     live: LiveConfig
     """Live settings at creation, never compared: what a searcher or a replay that is told nothing else takes."""
 

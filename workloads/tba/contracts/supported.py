@@ -12,8 +12,3 @@ def refuse_unsupported(config: RunConfig) -> None:
         raise UserError(
             "spec.objective.reference.scorer: this release scores at the trainer, got Searcher: use Trainer"
         )
-    if config.fork_from is not None:
-        raise UserError(
-            f"spec.forkFrom: this release cannot start from another run, got {config.fork_from.uri}: "
-            "`tba export` that step and name the directory as model.uri"
-        )

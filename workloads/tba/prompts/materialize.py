@@ -19,7 +19,7 @@ from tba.contracts.config import Prompts
 from tba.contracts.errors import CorruptObject, UserError
 from tba.contracts.keys import prompts_key
 from tba.prompts.read import Message, RawPrompt, iterate_prompts
-from tba.prompts.sources import OpenStore
+from tba.prompts.sources import OpenStore, name_of
 from tba.store import ObjectStore
 from tba.store import open_store as default_open_store
 
@@ -66,14 +66,17 @@ def materialize(
     max_prompt_tokens: int,
     limit: int | None = None,
     open_store: OpenStore = default_open_store,
+    token: str | None = None,
 ) -> tuple[str, bytes]:
     """The sha256 and bytes of the prompt set (store at `keys.prompts_key(sha256)`): its first `limit` usable prompts.
 
     Prompts of more than `max_prompt_tokens` tokens, or none, are dropped and counted. Equal input gives equal bytes.
+    `token` is for hf://; null takes the environment's.
+
     Raises: UserError if nothing is left or a row, template or chat template does not fit; StoreUnavailable.
     """
     render = _Renderer(config, tokenizer)
-    source = iterate_prompts(config, base_dir=base_dir, open_store=open_store)
+    source = iterate_prompts(config, base_dir=base_dir, open_store=open_store, token=token)
     kept: list[tuple[RawPrompt, list[int]]] = []
     too_long = empty = 0
     for prompt, tokens in _tokenized(source, render):
@@ -85,7 +88,7 @@ def materialize(
             kept.append((prompt, tokens))
     if not kept:
         raise UserError(
-            f"no usable prompt in {config.uri}: {too_long} longer than {max_prompt_tokens} tokens, {empty} empty: "
+            f"no usable prompt in {name_of(config)}: {too_long} longer than {max_prompt_tokens} tokens, {empty} empty: "
             "raise model.maxModelLen, lower task.sampling.maxTokens, or check the data"
         )
     data = _encode(kept, too_long, empty)

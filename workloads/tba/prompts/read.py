@@ -9,7 +9,7 @@ from typing import Any
 
 from tba.contracts.config import Prompts
 from tba.contracts.errors import UserError
-from tba.prompts.sources import OpenStore, Row, columns_of, rows
+from tba.prompts.sources import OpenStore, Row, columns_of, name_of, rows
 from tba.store import open_store as default_open_store
 
 Message = dict[str, str]
@@ -44,11 +44,11 @@ def read_prompts(
 
 
 def iterate_prompts(
-    config: Prompts, *, base_dir: Path, open_store: OpenStore = default_open_store
+    config: Prompts, *, base_dir: Path, open_store: OpenStore = default_open_store, token: str | None = None
 ) -> Iterator[RawPrompt]:
     """`read_prompts`, one at a time."""
-    for number, row in enumerate(rows(config, base_dir=base_dir, open_store=open_store), 1):
-        where = f"prompt {number} of {config.uri}"
+    for number, row in enumerate(rows(config, base_dir=base_dir, open_store=open_store, token=token), 1):
+        where = f"prompt {number} of {name_of(config)}"
         content = _content(_field(row, _PROMPT_FIELD, config.prompt_field, where), where)
         answer = None
         if config.answer_field is not None:

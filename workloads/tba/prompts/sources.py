@@ -6,7 +6,6 @@ Rows come lazily, so that a limit reads no more than it needs. Every fault of th
 import gzip
 import io
 import json
-import os
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import pyarrow.parquet as pq
 
 from tba.contracts.config import Prompts
 from tba.contracts.errors import StoreUnavailable, UserError
+from tba.mounts import claim_path, config_map_file
 from tba.store import NotFound, ObjectStore
 
 Row = dict[str, Any]
@@ -25,18 +25,29 @@ _LINES = (".jsonl", ".ndjson", ".json")
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
-def rows(config: Prompts, *, base_dir: Path, open_store: OpenStore) -> Iterator[Row]:
-    """Rows of the source in their order. Raises: UserError; StoreUnavailable."""
+def rows(config: Prompts, *, base_dir: Path, open_store: OpenStore, token: str | None = None) -> Iterator[Row]:
+    """Rows of the source in their order. `token`: of the hub; null takes the environment's.
+
+    Raises: UserError; StoreUnavailable.
+    """
+    name = name_of(config)
     if config.uri is None:
-        raise UserError("prompts.configMapRef is read by the operator only: set prompts.uri to run on this machine")
+        assert config.config_map_ref is not None  # exactly one of the two, by its validator
+        return _file_rows(name, config_map_file(config.config_map_ref, "prompts").open("rb"))
     scheme, _, rest = config.uri.partition("://")
     if scheme == "hf":
-        return _hub_rows(rest, config.split)
+        return _hub_rows(rest, config.split, token)
     if scheme == "pvc":
-        raise UserError(f"prompts.uri {config.uri} can only be mounted by the operator: use file://, s3:// or hf://")
+        return _file_rows(name, _open_file(name, claim_path(config.uri, "prompts.uri")))
     if scheme == "file":
-        return _file_rows(config.uri, _open_file(config.uri, base_dir / rest))
-    return _file_rows(config.uri, _open_object(config.uri, open_store))
+        return _file_rows(name, _open_file(name, base_dir / rest))
+    return _file_rows(name, _open_object(config.uri, open_store))
+
+
+def name_of(config: Prompts) -> str:
+    """The source as its job names it: for messages; ends as the file does."""
+    reference = config.config_map_ref
+    return config.uri or (f"configMapRef {reference.name}/{reference.key}" if reference else "")
 
 
 def columns_of(row: Row) -> str:
@@ -70,7 +81,7 @@ def _file_rows(uri: str, source: BinaryIO) -> Iterator[Row]:
     if name.endswith(_LINES):
         return _json_rows(uri, source)
     source.close()
-    raise UserError(f"prompts.uri {uri}: unknown file type: name it .jsonl, .jsonl.gz or .parquet")
+    raise UserError(f"prompts {uri}: unknown file type: name it .jsonl, .jsonl.gz or .parquet")
 
 
 def _json_rows(uri: str, source: BinaryIO) -> Iterator[Row]:
@@ -108,7 +119,7 @@ def _parquet_rows(uri: str, source: BinaryIO) -> Iterator[Row]:
             raise UserError(f"{uri} is not a readable Parquet file: {error}") from error
 
 
-def _hub_rows(rest: str, split: str) -> Iterator[Row]:
+def _hub_rows(rest: str, split: str, token: str | None) -> Iterator[Row]:
     """`rest` is org/name[@revision] or org/name[@revision]/configuration."""
     parts = rest.strip("/").split("/")
     if not 2 <= len(parts) <= 3:
@@ -125,7 +136,7 @@ def _hub_rows(rest: str, split: str) -> Iterator[Row]:
             parts[2] if len(parts) == 3 else None,
             split=split,
             revision=revision or None,
-            token=os.environ.get("HF_TOKEN"),
+            token=token,
         )
     except (ValueError, FileNotFoundError) as error:
         raise UserError(f"{where} cannot be loaded: {error}: check name, configuration, split and HF_TOKEN") from error

@@ -20,7 +20,7 @@ from tba.contracts.errors import UserError
 
 RewardFunction = Callable[..., float]
 
-_MACHINERY = frozenset({"child", "frames", "process", "sandbox", "worker"})
+_MACHINERY = frozenset({"child", "frames", "orphans", "process", "sandbox", "stored", "worker"})
 _FILE_MODULE = "tba_user_reward"
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from tba.rewards import RewardSource
 from tba.rewards.frames import FrameReader, frame
+from tba.rewards.orphans import collect
 
 _MARK = "TBA_REWARD_PROCESS"  # environment variable that names every process a reward starts, daemons included
 _READ_BYTES = 1 << 16
@@ -135,6 +136,7 @@ class RewardProcess:
     def kill(self) -> None:
         """Kill the process, its group, and whatever it started that left the group; then `reap`."""
         self.kill_group()
+        strays: set[int] = set()
         for _ in range(_SWEEPS):
             marked = _processes_marked(self._mark)
             if not marked:
@@ -142,6 +144,9 @@ class RewardProcess:
             for pid in marked:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+            strays.update(marked)
+        for pid in strays - {self.pid}:  # dead by now; ours to collect if we are process 1
+            collect(pid)
         self._close_files()
 
     def reap(self, timeout_seconds: float = 0.0) -> bool:

@@ -19,14 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from tba.contracts.config import Reward
+from tba.contracts.config import ConfigMapRef, Reward
 from tba.contracts.errors import UserError
 from tba.contracts.records import Outcome
+from tba.mounts import CONFIG_MAPS, config_map_file
 from tba.rewards import RewardSource, check_name
+from tba.rewards.orphans import reap_orphans
 from tba.rewards.worker import PendingCall, State, Worker
 
 _FAILED_STARTS = 3  # in a row, before waiting calls are failed
 _REAP_SECONDS = 10.0
+_ORPHANS_SECONDS = 5.0  # between looks for what reward code has left behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +65,11 @@ class RewardPool:
         timeout_seconds: float | None = None,
         memory_bytes: int | None = None,
         search_path: Path | None = None,
+        code: str | None = None,
     ) -> None:
         """Start the processes and wait until the first has loaded the reward. Limits default to `reward`'s.
+
+        `search_path` and `code`: see `reward_source`.
 
         Raises:
             UserError: loading the reward raised.
@@ -71,13 +77,14 @@ class RewardPool:
         """
         if num_workers < 1:
             raise ValueError(f"num_workers must be at least 1, got {num_workers}")
-        source = reward_source(reward, search_path)
+        source = reward_source(reward, search_path, code)
         self.failures: Counter[str] = Counter()
         self.restarts = 0
         self._limits = _Limits(timeout_seconds or reward.timeout_seconds, memory_bytes or reward.memory_bytes)
         self._queue: deque[PendingCall] = deque()
         self._lock = threading.Lock()
         self._closing = False
+        self._orphans_at = time.monotonic()
         self._selector = selectors.DefaultSelector()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._wake_fd, selectors.EVENT_READ)
@@ -167,6 +174,9 @@ class RewardPool:
 
     def _check_workers(self, limits: "_Limits") -> None:
         now = time.monotonic()
+        if now - self._orphans_at >= _ORPHANS_SECONDS:
+            self._orphans_at = now
+            reap_orphans()
         for worker in self._workers:
             worker.check(now, limits.timeout_seconds)
             if worker.start_after <= now:
@@ -239,6 +249,7 @@ class RewardPool:
         for worker in self._workers:
             worker.reap(max(0.0, end - time.monotonic()))
             self._requeue(list(worker.in_flight))
+        reap_orphans()
         while self._queue:
             self._settle(self._queue.popleft(), Outcome.FAILED, None, "closed", "the reward pool was closed")
         self._selector.close()
@@ -252,10 +263,10 @@ class _Limits(NamedTuple):
     memory_bytes: int
 
 
-def reward_source(reward: Reward, search_path: Path | None) -> RewardSource:
-    """Say where a configured reward comes from; reads the file of a ConfigMap reward.
+def reward_source(reward: Reward, search_path: Path | None, code: str | None = None) -> RewardSource:
+    """Say where a configured reward comes from; reads the file of a ConfigMap reward unless its `code` is given.
 
-    The file is `search_path/NAME/KEY` (a mounted ConfigMap) or `search_path/KEY`.
+    The file is the mounted ConfigMap's in a cluster, elsewhere `search_path/NAME/KEY` or `search_path/KEY`.
 
     Raises:
         UserError: that file cannot be read, or no built-in reward has the name.
@@ -267,15 +278,21 @@ def reward_source(reward: Reward, search_path: Path | None) -> RewardSource:
     if reward.entrypoint is not None:
         return RewardSource("entrypoint", reward.entrypoint, search_path=path, parameters=reward.parameters)
     assert reward.config_map_ref is not None  # exactly one of the three, by its validator
-    name, key = reward.config_map_ref.name, reward.config_map_ref.key
-    base = search_path or Path()
-    tried = [base / name / key, base / key]
+    file = None if code is not None else _config_map_file(reward.config_map_ref, search_path or Path())
+    text = code if file is None else _read_text(file)
+    target = str(file or reward.config_map_ref.key)
+    return RewardSource("file", target, text=text, search_path=path, parameters=reward.parameters)
+
+
+def _config_map_file(reference: ConfigMapRef, base: Path) -> Path:
+    if os.environ.get(CONFIG_MAPS):
+        return config_map_file(reference, "task.reward")
+    tried = [base / reference.name / reference.key, base / reference.key]
     for file in tried:
         if file.is_file():
-            text = _read_text(file)
-            return RewardSource("file", str(file), text=text, search_path=path, parameters=reward.parameters)
+            return file
     raise UserError(
-        f"task.reward.configMapRef {name}/{key}: there is no file {' or '.join(map(str, tried))}. "
+        f"task.reward.configMapRef {reference.name}/{reference.key}: there is no file {' or '.join(map(str, tried))}. "
         "Put the Python file there, or set task.reward.entrypoint."
     )
 

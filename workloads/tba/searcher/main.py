@@ -17,6 +17,7 @@ from tba.live import LiveSettings
 from tba.log import DATA_AWAITED, PROCESS_STARTED, SIGNAL_RECEIVED, bind, configure, log
 from tba.prompts import PromptWalk, load_prompt_set
 from tba.rewards.sandbox import RewardPool
+from tba.rewards.stored import get_reward_code
 from tba.run_record import find_run_record
 from tba.run_store import open_run_store
 from tba.searcher.engines import build, can_run_vllm
@@ -67,13 +68,13 @@ def run_searcher(options: SearcherOptions) -> int:
         _limit_threads(options.threads)
     with ExitStack() as stack:
         stopped = stack.enter_context(stop_signals())
-        store = open_run_store(live().storage, options.storage)
-        stack.callback(store.close)
         heartbeat = telemetry.Heartbeat(STEP_BUDGET_SECONDS)
         ready: list[Callable[[], tuple[bool, str]]] = [lambda: (False, "starting")]
-        if options.port is not None:
+        if options.port is not None:  # before anything that may take long: probes begin with the process
             server = telemetry.serve(options.port, healthy=heartbeat.alive, ready=lambda: ready[0]())
             stack.callback(server.close)
+        store = open_run_store(live().storage, options.storage)
+        stack.callback(store.close)
         record = await_record(store, stopped, beat=heartbeat.beat)
         if record is None:
             return TERMINATED_EXIT
@@ -133,6 +134,7 @@ def _assemble(
             timeout_seconds=live().reward_timeout_seconds,
             memory_bytes=live().reward_memory_bytes,
             search_path=base_dir,
+            code=get_reward_code(store, record.reward_code),
         )
         stack.callback(pool.close)
         prompts = load_prompt_set(store, record.train_prompts)

@@ -7,14 +7,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tba.snapshots.fetch import Snapshot, fetch_snapshot
+    from tba.snapshots.fetch import Snapshot, fetch_assets, fetch_snapshot
     from tba.snapshots.manifest import fetch_manifest
     from tba.snapshots.publish import publish_snapshot
 
-__all__ = ["Snapshot", "fetch_manifest", "fetch_snapshot", "publish_snapshot"]
+__all__ = ["Snapshot", "fetch_assets", "fetch_manifest", "fetch_snapshot", "publish_snapshot"]
 
 _HOMES = {
     "Snapshot": "tba.snapshots.fetch",
+    "fetch_assets": "tba.snapshots.fetch",
     "fetch_manifest": "tba.snapshots.manifest",
     "fetch_snapshot": "tba.snapshots.fetch",
     "publish_snapshot": "tba.snapshots.publish",

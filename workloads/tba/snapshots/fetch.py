@@ -49,8 +49,17 @@ def fetch_snapshot(store: ObjectStore, manifest_key: str) -> Snapshot:
         read_verified(store, prefix, entry, view)
         _verify(manifest_key, manifest, entry.name, view)
         tensors |= parse(view)
-    assets = {e.name.removeprefix(ASSETS): bytes(get_file(store, prefix, e)) for e in manifest.assets}
-    return Snapshot(manifest_key, manifest, tensors, assets)
+    return Snapshot(manifest_key, manifest, tensors, _assets(store, manifest_key, manifest))
+
+
+def fetch_assets(store: ObjectStore, manifest_key: str) -> dict[str, bytes]:
+    """Only the assets of a snapshot, without its weights. Raises: as `fetch_snapshot`."""
+    return _assets(store, manifest_key, fetch_manifest(store, manifest_key))
+
+
+def _assets(store: ObjectStore, manifest_key: str, manifest: SnapshotManifest) -> dict[str, bytes]:
+    prefix = WeightsKey.parse(manifest_key).prefix
+    return {e.name.removeprefix(ASSETS): bytes(get_file(store, prefix, e)) for e in manifest.assets}
 
 
 def _allocate(store: ObjectStore, prefix: str, files: list[FileEntry]) -> list[memoryview]:

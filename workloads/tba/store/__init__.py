@@ -15,7 +15,7 @@ from tba.store.protocol import (
     Readable,
     StoredObject,
 )
-from tba.store.retry import Observer, RetryPolicy
+from tba.store.retry import Observer, RetryPolicy, Weather
 
 if TYPE_CHECKING:
     from tba.store.transfer import TransferSettings
@@ -30,6 +30,7 @@ __all__ = [
     "Readable",
     "RetryPolicy",
     "StoredObject",
+    "Weather",
     "open_store",
 ]
 
@@ -44,10 +45,12 @@ def open_store(
     retry: RetryPolicy | None = None,
     transfer: "TransferSettings | None" = None,
     observe: Observer | None = None,
+    weather: Weather | None = None,
 ) -> ObjectStore:
     """Open the store at `s3://bucket/prefix`, `file:///absolute` or `file://relative`; sends nothing yet.
 
-    Endpoint, region and CA default to boto3's environment variables; credentials come from its chain only.
+    Endpoint, region and CA default to boto3's environment variables; credentials come from
+    `$TBA_CREDENTIALS_DIR` or its chain only. `weather` is told how requests fare.
     Raises: UserError for a malformed URI or missing credentials.
     """
     if uri.startswith("s3://"):
@@ -63,10 +66,11 @@ def open_store(
             ca_bundle=ca_bundle,
             environ=os.environ,
         )
-        return S3Store(location, find_credentials(os.environ), retry=retry, settings=transfer, observe=observe)
+        keys = find_credentials(os.environ)
+        return S3Store(location, keys, retry=retry, settings=transfer, observe=observe, weather=weather)
     path = uri.removeprefix("file://")
     if path == uri or not path:
         raise UserError(f"storage URI must be s3://bucket/prefix or file://directory, got {uri!r}")
     from tba.store.local import LocalStore
 
-    return LocalStore(Path(path), retry=retry, observe=observe)
+    return LocalStore(Path(path), retry=retry, observe=observe, weather=weather)

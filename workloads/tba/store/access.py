@@ -1,8 +1,9 @@
 """Which S3 endpoint, and as whom: URI, endpoint, region, addressing style and the credential chain.
 
 Names and order are boto3's: argument, then AWS_ENDPOINT_URL_S3 / AWS_ENDPOINT_URL, AWS_REGION /
-AWS_DEFAULT_REGION, AWS_CA_BUNDLE. Keys in the environment are used as they are; otherwise boto3's chain
-(profile, web identity, container, instance metadata), which renews what expires.
+AWS_DEFAULT_REGION, AWS_CA_BUNDLE. Keys come from the files of TBA_CREDENTIALS_DIR (a mounted Secret); else those in the
+environment are used as they are; else boto3's chain (profile, web identity, container, instance metadata), which renews
+what expires.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,8 +16,9 @@ from urllib.parse import urlsplit
 from obstore.store import S3Store as ObstoreS3
 
 from tba.contracts.errors import UserError
+from tba.store.key_files import KEY, SECRET, KeyFiles
 from tba.store.protocol import check_key
-from tba.store.retry import RetryPolicy
+from tba.store.retry import RetryPolicy, Rotation
 
 if TYPE_CHECKING:
     from obstore.store import S3Credential
@@ -24,7 +26,24 @@ if TYPE_CHECKING:
 CredentialProvider = Callable[[], "S3Credential"]
 # Boto renews a credential 10 minutes before it ends, so asking it this often never hands out a dead one.
 _CREDENTIAL_TTL = timedelta(minutes=5)
+_FIRST_SECONDS = 20.0
+"""New keys take some seconds until every server of a store knows them."""
+_LATER_SECONDS = 300.0
+"""A kubelet takes up to 90 s to project a changed Secret."""
 _CREDENTIAL_REMEDY = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or run under a role that has access"
+
+
+@dataclass(frozen=True, slots=True)
+class KeySource:
+    """Where keys come from. Call it for those of now."""
+
+    provider: CredentialProvider
+    rotation: Rotation = Rotation()
+    """How long the server may not know them."""
+
+    def __call__(self) -> "S3Credential":
+        """The keys of now."""
+        return self.provider()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,33 +103,40 @@ def locate(
     )
 
 
-def find_credentials(environ: Mapping[str, str]) -> CredentialProvider:
+def find_credentials(environ: Mapping[str, str]) -> KeySource:
     """Raises: UserError if no source has any. Values are never part of a message."""
-    key, secret = environ.get("AWS_ACCESS_KEY_ID"), environ.get("AWS_SECRET_ACCESS_KEY")
+    folder = environ.get("TBA_CREDENTIALS_DIR")
+    if folder:
+        where = f"{KEY} and {SECRET} of the Secret that storage.credentials names, mounted at {folder}"
+        return KeySource(KeyFiles(Path(folder)), Rotation(_FIRST_SECONDS, _LATER_SECONDS, where))
+    key, secret = environ.get(KEY), environ.get(SECRET)
     if key and secret:
         return static_credentials(key, secret, environ.get("AWS_SESSION_TOKEN"))
     # Half a second of import that a process with keys in its environment does not need.
+    from botocore.credentials import RefreshableCredentials
     from botocore.exceptions import BotoCoreError
     from obstore.auth.boto3 import Boto3CredentialProvider
 
     try:
-        return Boto3CredentialProvider(ttl=_CREDENTIAL_TTL)
+        provider = Boto3CredentialProvider(ttl=_CREDENTIAL_TTL)
     except (BotoCoreError, ValueError) as error:
         raise UserError(f"no S3 credentials found ({error}); {_CREDENTIAL_REMEDY}") from error
+    renewed = isinstance(provider.credentials, RefreshableCredentials)
+    return KeySource(provider, Rotation(_FIRST_SECONDS, _LATER_SECONDS) if renewed else Rotation())
 
 
-def static_credentials(key: str, secret: str, token: str | None = None) -> CredentialProvider:
-    """Credentials that never change."""
+def static_credentials(key: str, secret: str, token: str | None = None) -> KeySource:
+    """Keys that never change."""
     credential: S3Credential = {
         "access_key_id": key,
         "secret_access_key": secret,
         "token": token or None,
         "expires_at": None,
     }
-    return lambda: credential
+    return KeySource(lambda: credential)
 
 
-def connect(location: S3Location, credentials: CredentialProvider, policy: RetryPolicy) -> ObstoreS3:
+def connect(location: S3Location, keys: KeySource, policy: RetryPolicy) -> ObstoreS3:
     """An obstore client at the root of the bucket that never retries by itself; nothing is sent yet."""
     endpoint = location.endpoint
     if endpoint and not location.path_style:
@@ -131,7 +157,7 @@ def connect(location: S3Location, credentials: CredentialProvider, policy: Retry
         location.bucket,
         region=location.region,
         virtual_hosted_style_request=not location.path_style,
-        credential_provider=credentials,
+        credential_provider=keys.provider,
         client_options=options,  # pyright: ignore[reportArgumentType]
         retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=policy.request_timeout_seconds)},
         **where,  # pyright: ignore[reportArgumentType]

@@ -34,7 +34,7 @@ from tba.store.protocol import (
     check_prefix,
     flat_view,
 )
-from tba.store.retry import Observer, Retrier, RetryPolicy, Transient
+from tba.store.retry import Observer, Retrier, RetryPolicy, Transient, Weather
 
 T = TypeVar("T")
 _TEMPORARY_MAX_AGE_SECONDS = 86400.0
@@ -54,17 +54,19 @@ class LocalStore:
         *,
         retry: RetryPolicy | None = None,
         observe: Observer | None = None,
+        weather: Weather | None = None,
         part_bytes: int = _PART_BYTES,
         num_threads: int = 4,
     ) -> None:
         self._root = root.absolute()
-        if self._root.exists() and not self._root.is_dir():
-            raise UserError(f"storage directory {self._root} is a file; name a directory")
+        for folder in (self._root, *self._root.parents):
+            if folder.exists() and not folder.is_dir():
+                raise UserError(f"storage directory {self._root}: {folder} is a file; name a directory")
         self.uri = f"file://{self._root}"
         self._private = self._root / RESERVED
         self._part_bytes = part_bytes
         policy = retry or RetryPolicy()
-        self._retrier = Retrier(policy, observe=observe)
+        self._retrier = Retrier(policy, observe=observe, weather=weather)
         self._lock_retrier = Retrier(
             replace(
                 policy,
@@ -349,6 +351,10 @@ def _make_folder(folder: Path) -> None:
     except FileExistsError:
         if not folder.is_dir():
             raise ValueError(f"{folder} is an object, so no key may go on below it") from None
+    except FileNotFoundError as error:
+        if folder.parent.is_dir():  # a file system such as /proc
+            raise UserError(f"the directory {folder} cannot be made: {error}; name one that can hold files") from error
+        raise Transient(str(error)) from error  # delete() of the last sibling removed the parent just now
     _sync_folder(folder.parent)
 
 

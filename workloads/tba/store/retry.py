@@ -4,6 +4,7 @@
        │ Transient
        ├─ attempts and budget left ── wait random() · min(cap, base · 2^n) ──▶ attempt
        └─ spent ──▶ StoreUnavailable(what, got, remedy)
+       │ WrongIdentity: the same, within the patience of `Rotation` ──▶ UserError, AccessDenied
 
 Source: full jitter, AWS Architecture Blog "Exponential Backoff And Jitter".
 """
@@ -12,10 +13,10 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from tba.contracts.errors import StoreUnavailable
-from tba.store.protocol import AlreadyExists, Conflict, NotFound
+from tba.contracts.errors import StoreUnavailable, UserError
+from tba.store.protocol import AccessDenied, AlreadyExists, Conflict, NotFound
 
 T = TypeVar("T")
 Observer = Callable[[str, str], None]
@@ -27,6 +28,49 @@ Outcomes: `ok`, `refused` (an answer, such as NotFound), `retried`, `error`.
 
 class Transient(Exception):
     """A failure that may pass: the retrier tries again."""
+
+
+class WrongIdentity(UserError):
+    """The server does not know these credentials. During a rotation that passes: see `Rotation`."""
+
+
+class Trouble(NamedTuple):
+    """Requests fail, one after another."""
+
+    since: float
+    """Unix seconds of the first."""
+    error: str
+    """Of the newest."""
+
+
+class Weather:
+    """Whether requests of a process succeed. Any thread may tell or ask: `trouble` is replaced whole."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self.trouble: Trouble | None = None
+        """None if the last request was answered."""
+
+    def failed(self, error: str) -> None:
+        """A request got no answer that counts."""
+        before = self.trouble
+        self.trouble = Trouble(before.since if before else self._clock(), error)
+
+    def answered(self) -> None:
+        """A request was served, or refused for good."""
+        self.trouble = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """How long a server's refusal of our keys is sat out, for credentials that are read again."""
+
+    first_seconds: float = 0.0
+    """Before the server has ever known them: they are most likely wrong."""
+    later_seconds: float = 0.0
+    """Afterwards: the old key is gone and the new one is on its way."""
+    where: str = ""
+    """Where the keys come from, for the error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,29 +102,42 @@ class Retrier:
         sleep: Callable[[float], None] = time.sleep,
         uniform: Callable[[], float] = random.random,
         observe: Observer | None = None,
+        weather: Weather | None = None,
+        rotation: Rotation | None = None,
     ) -> None:
         self.policy = policy
         self._clock = clock
         self._sleep = sleep
         self._uniform = uniform
         self._observe = observe or (lambda operation, outcome: None)
+        self._weather = weather or Weather()
+        self._rotation = rotation or Rotation()
+        self._known = False  # the server has taken our credentials once
 
     def call(self, operation: str, subject: str, attempt: Callable[[], T], *, remedy: str = "") -> T:
-        """Return `attempt()`, tried again after each Transient.
+        """Return `attempt()`, tried again after each Transient, and after WrongIdentity during a rotation.
 
-        Raises: StoreUnavailable when attempts or budget are spent; whatever else `attempt` raises, at once.
+        Raises: StoreUnavailable when attempts or budget are spent; AccessDenied for keys that were known once and stay
+        unknown; whatever else `attempt` raises, at once.
         """
-        deadline = self._clock() + self.policy.budget_seconds
-        for number in range(1, self.policy.max_attempts + 1):
+        started = self._clock()
+        number = 0
+        while True:
+            number += 1
             try:
                 return self._try(operation, attempt)
             except Transient as error:
                 delay = self.delay(number)
-                if number == self.policy.max_attempts or self._clock() + delay > deadline:
+                spent = self._clock() + delay > started + self.policy.budget_seconds
+                if number >= self.policy.max_attempts or spent:
                     self._observe(operation, "unavailable")
                     raise self.give_up(operation, subject, number, error, remedy) from error
+            except WrongIdentity as error:
+                delay = self.delay(number)
+                patience = self._rotation.later_seconds if self._known else self._rotation.first_seconds
+                if self._clock() + delay >= started + patience:
+                    raise self._refused(error) from error
             self._sleep(delay)
-        raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _try(self, operation: str, attempt: Callable[[], T]) -> T:
         outcome = "error"
@@ -88,14 +145,28 @@ class Retrier:
             result = attempt()
             outcome = "ok"
             return result
-        except Transient:
+        except (Transient, WrongIdentity) as error:
             outcome = "retried"
+            self._weather.failed(str(error))
             raise
         except (NotFound, AlreadyExists, Conflict):
             outcome = "refused"
             raise
+        except AccessDenied:
+            self._known = True
+            raise
         finally:
             self._observe(operation, outcome)
+            if outcome != "retried":
+                self._weather.answered()
+            if outcome in ("ok", "refused") and operation != "now":  # the server's clock is told to anybody
+                self._known = True
+
+    def _refused(self, error: WrongIdentity) -> UserError:
+        """Final at the start of a process, or if the keys never change; else denied access, which many sit out."""
+        where = f"; the keys come from {self._rotation.where}" if self._rotation.where else ""
+        passing = self._known and self._rotation.later_seconds > 0
+        return (AccessDenied if passing else UserError)(f"{error}{where}")
 
     def delay(self, number: int) -> float:
         """Seconds to wait after failed attempt `number` (from 1): uniform in [0, min(cap, base * 2^(number-1)))."""

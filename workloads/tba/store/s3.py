@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, NotModifiedError, PreconditionError
 
-from tba.store.access import CredentialProvider, S3Location, connect
+from tba.store.access import KeySource, S3Location, connect
 from tba.store.protocol import (
     MAX_CAS_BYTES,
     AlreadyExists,
@@ -22,7 +22,7 @@ from tba.store.protocol import (
     check_prefix,
     flat_view,
 )
-from tba.store.retry import Observer, Retrier, RetryPolicy, Transient
+from tba.store.retry import Observer, Retrier, RetryPolicy, Transient, Weather
 from tba.store.s3_errors import classify_message, error_code
 from tba.store.transfer import Transfer, TransferSettings, UploadLost
 
@@ -43,19 +43,20 @@ class S3Store:
     def __init__(
         self,
         location: S3Location,
-        credentials: CredentialProvider,
+        keys: KeySource,
         *,
         retry: RetryPolicy | None = None,
         settings: TransferSettings | None = None,
         observe: Observer | None = None,
+        weather: Weather | None = None,
     ) -> None:
         self.uri = location.uri
         self.location = location
         policy = retry or RetryPolicy()
         self._settings = settings or TransferSettings()
-        self._credentials = credentials
-        self._client = connect(location, credentials, policy)
-        self._retrier = Retrier(policy, observe=observe)
+        self._keys = keys
+        self._client = connect(location, keys, policy)
+        self._retrier = Retrier(policy, observe=observe, weather=weather, rotation=keys.rotation)
         self.transfer = Transfer(self._sign, self._retrier, self._settings, self._tls)
 
     def get(self, key: str) -> StoredObject:
@@ -230,11 +231,11 @@ class S3Store:
         from botocore.awsrequest import AWSRequest
         from botocore.credentials import Credentials
 
-        credential = self._credentials()
+        credential = self._keys()
         url = obstore.sign(self._client, "PUT", path, _PRESIGNED_FOR).split("?")[0]
         request = AWSRequest(method, f"{url}?{query}" if query else url, headers=dict(headers))
-        keys = Credentials(credential["access_key_id"], credential["secret_access_key"], credential.get("token"))
-        S3SigV4QueryAuth(keys, "s3", self.location.region, int(_PRESIGNED_FOR.total_seconds())).add_auth(request)
+        signer = Credentials(credential["access_key_id"], credential["secret_access_key"], credential.get("token"))
+        S3SigV4QueryAuth(signer, "s3", self.location.region, int(_PRESIGNED_FOR.total_seconds())).add_auth(request)
         assert request.url
         return request.url
 

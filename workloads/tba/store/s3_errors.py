@@ -7,7 +7,7 @@ import re
 
 from tba.contracts.errors import UserError
 from tba.store.protocol import AccessDenied, NotFound
-from tba.store.retry import Transient
+from tba.store.retry import Transient, WrongIdentity
 
 # 4xx codes that another attempt can cure: races, slow bodies, damage in transit, a token about to be renewed.
 _PASSING_CODES = {
@@ -27,13 +27,15 @@ _REMEDIES = {
     "AccessDenied": "grant these credentials access to this bucket and prefix",
     "AuthorizationHeaderMalformed": "set the bucket's region (storage.region or AWS_REGION)",
     "InvalidAccessKeyId": "use an access key that exists at this endpoint, or correct the endpoint",
+    "InvalidToken": "use a session token that belongs to this access key",
+    "InvalidTokenId": "use a session token that belongs to this access key",
     "InvalidBucketName": "correct the bucket's name in the storage URI",
     "NoSuchBucket": "create the bucket, or correct the storage URI or endpoint",
     "PermanentRedirect": "set the bucket's region (storage.region or AWS_REGION)",
     "RequestTimeTooSkewed": "set this machine's clock (NTP): it is more than 15 minutes off the server's",
     "SignatureDoesNotMatch": "correct the secret access key: it does not belong to this access key",
 }
-_WRONG_IDENTITY = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "RequestTimeTooSkewed"}
+_WRONG_IDENTITY = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "InvalidTokenId"}
 _TLS = re.compile(r"InvalidCertificate|UnknownIssuer|CERTIFICATE_VERIFY_FAILED|InvalidContentType|WRONG_VERSION_NUMBER")
 
 
@@ -67,7 +69,7 @@ def classify_broken(text: str, subject: str) -> Exception:
 
 
 def classify(status: int, text: str, subject: str) -> Exception:
-    """The exception for a reply with an error status: NotFound, Transient, AccessDenied or UserError."""
+    """The exception for a reply with an error status: NotFound, Transient, AccessDenied, WrongIdentity or UserError."""
     code = error_code(text)
     got = f"{status} {code or ''}".strip()
     if status >= 500 and status != 501:
@@ -79,5 +81,10 @@ def classify(status: int, text: str, subject: str) -> Exception:
     message = re.search(r"<Message>([^<]*)</Message>", text)
     detail = f" ({message[1]})" if message else ""
     remedy = _REMEDIES.get(code or "", "check endpoint, bucket and credentials")
-    kind = AccessDenied if status == 403 and code not in _WRONG_IDENTITY else UserError
-    return kind(f"storage refused {subject}: server answered {got}{detail}; {remedy}")
+    return _kind(status, code)(f"storage refused {subject}: server answered {got}{detail}; {remedy}")
+
+
+def _kind(status: int, code: str | None) -> type[UserError]:
+    if code in _WRONG_IDENTITY:
+        return WrongIdentity
+    return AccessDenied if status == 403 and code != "RequestTimeTooSkewed" else UserError

@@ -108,11 +108,16 @@ def read_checkpoint(store: ObjectStore, manifest_key: str) -> tuple[CheckpointMa
 
 def held_shards(store: ObjectStore, manifest_key: str) -> list[ShardId]:
     """Shards whose rows the checkpoint's buffer holds. Raises: NotFound, CorruptObject."""
+    paths = read_facts(store, manifest_key)["shard_paths"]
+    return [ShardId(inc, int(seq)) for inc, items in paths.items() for seq, _ in items]
+
+
+def read_facts(store: ObjectStore, manifest_key: str) -> dict[str, Any]:
+    """The facts of a checkpoint, without its tensors. Raises: NotFound, CorruptObject."""
     manifest = read_manifest(store, manifest_key)
     for entry in manifest.files:
         if entry.name == FACTS:
-            facts = json.loads(bytes(get_file(store, CheckpointKey.parse(manifest_key).prefix, entry)))
-            return [ShardId(inc, int(seq)) for inc, items in facts["shard_paths"].items() for seq, _ in items]
+            return json.loads(bytes(get_file(store, CheckpointKey.parse(manifest_key).prefix, entry)))
     raise CorruptObject(f"checkpoint {manifest_key} lists no {FACTS}")
 
 

@@ -21,6 +21,8 @@ _PLAIN = (
     "duplicate_rows",
     "failed_rows",
     "quarantined_shards",
+    "trained_groups",
+    "signal_groups",
     "wall_seconds",
 )
 
@@ -80,6 +82,9 @@ class Counters:
     duplicate_rows: int = 0
     failed_rows: int = 0
     quarantined_shards: int = 0
+    trained_groups: int = 0
+    signal_groups: int = 0
+    """Of them, those whose rewards differ."""
     wall_seconds: float = 0.0
     generated_lengths: Counter[int] = field(default_factory=Counter)
     trained_lengths: Counter[int] = field(default_factory=Counter)
@@ -173,7 +178,7 @@ class Counters:
         """Undo `state`."""
         counters = cls()
         for name in _PLAIN:
-            setattr(counters, name, state[name])
+            setattr(counters, name, state.get(name, 0))
         counters.generated_lengths.update({int(k): int(v) for k, v in state["generated_lengths"]})
         counters.trained_lengths.update({int(k): int(v) for k, v in state["trained_lengths"]})
         counters.fresh_rewards.extend(state["fresh_rewards"])

@@ -35,6 +35,7 @@ class Evaluations:
         total_steps: int,
         live: Callable[[], LiveConfig],
         event: Callable[[str, str], None],
+        on_score: Callable[[EvalRow], None] = lambda _: None,
     ) -> None:
         """`request`: what is asked of searchers; None: this run has no evaluation."""
         self._store = store
@@ -44,6 +45,7 @@ class Evaluations:
         self._every_steps = every_steps
         self._total_steps = total_steps
         self._event = event
+        self._on_score = on_score
         self._scores: deque[tuple[int, float]] = deque()
         self.gathering = Evaluator(
             store,
@@ -87,6 +89,7 @@ class Evaluations:
         if row.num_prompts:
             self._history.append(row)
             self._scores.append((row.step, row.pass_at_1))
+            self._on_score(row)
             log.info(EVALUATION_COMPLETED, policy_version=row.step, pass_at_1=row.pass_at_1, pass_at_k=row.pass_at_k)
         else:  # nothing could be scored: that is a failure, not a score of 0
             self._event("evaluation_failed", f"version {row.step}: {row.failed} responses, none with a reward")

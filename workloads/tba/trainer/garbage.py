@@ -7,14 +7,13 @@ latest ─► checkpoint chain ─► listings ─► snapshot manifests ─► 
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from tba.contracts.errors import CorruptObject
-from tba.contracts.keys import CHECKPOINTS, MANIFEST, PINS, SHARDS, WEIGHTS
+from tba.contracts.errors import CorruptObject, Fenced, UserError
+from tba.contracts.keys import CHECKPOINTS, LATEST, MANIFEST, PINS, SHARDS, WEIGHTS
 from tba.contracts.records import CheckpointManifest, Latest, ShardId, SnapshotManifest
 from tba.protocol.garbage import Retention, View, garbage, kept_checkpoints
 from tba.store.protocol import NotFound, ObjectInfo, ObjectStore
-from tba.trainer.committer import Committer
 
 BATCH_KEYS = 500
 """Deleted between two looks at `latest`."""
@@ -30,10 +29,48 @@ class Swept:
     total_bytes: int
 
 
+class Guard(Protocol):
+    """In whose epoch is swept: the trainer's `Committer`, or an `Onlooker`."""
+
+    @property
+    def epoch(self) -> int:
+        """Of the sweeper."""
+        ...
+
+    def check(self) -> Latest:
+        """`latest` as it is now. Raises: Fenced once it is of another epoch; StoreUnavailable."""
+        ...
+
+
+class Onlooker:
+    """Sweeps beside a trainer or after it, in its epoch, as long as no other takes over."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        """Raises: UserError if there is no run; StoreUnavailable, CorruptObject."""
+        self._store = store
+        self.epoch = self._read().epoch
+
+    def check(self) -> Latest:
+        """See Guard."""
+        latest = self._read()
+        if latest.epoch != self.epoch:
+            raise Fenced(
+                f"a trainer took {self._store.uri} over, as epoch {latest.epoch}, while this swept in epoch "
+                f"{self.epoch}: nothing more is deleted; sweep again if that is still wanted"
+            )
+        return latest
+
+    def _read(self) -> Latest:
+        try:
+            return Latest.parse(self._store.get(LATEST).data)
+        except NotFound:
+            raise UserError(f"no run at {self._store.uri}: it has no `{LATEST}`. Check the URI") from None
+
+
 class Sweeper:
     """Sweeps on request of the trainer that owns `committer`. Manifests never change, so they are read once."""
 
-    def __init__(self, store: ObjectStore, committer: Committer) -> None:
+    def __init__(self, store: ObjectStore, committer: Guard) -> None:
         self._store = store
         self._committer = committer
         self._checkpoints: dict[str, CheckpointManifest] = {}
@@ -53,6 +90,17 @@ class Sweeper:
         shard is deleted. `scores`: by step, of evaluations that no checkpoint may know yet.
         Raises: Fenced, before the next batch is touched; StoreUnavailable, AccessDenied.
         """
+        return self._delete(self.marked(retention, references=references, held_by=held_by, scores=scores))
+
+    def marked(
+        self,
+        retention: Retention,
+        *,
+        references: Collection[str] = (),
+        held_by: Callable[[str], Collection[ShardId]] | None = None,
+        scores: Mapping[int, float] | None = None,
+    ) -> dict[str, int]:
+        """What `sweep` would delete: key -> bytes, in its order."""
         if held_by is None:
             retention = replace(retention, delete_shards=False)
         # The live buffer before `latest`: a checkpoint that is captured but not committed yet holds no other rows.
@@ -62,10 +110,10 @@ class Sweeper:
         if retention.delete_shards and held_by is not None and not view.chain_broken:
             held = {key: held_by(key) for key in kept_checkpoints(view, retention)} | {"": live}
         sizes = {o.key: o.size for o in view.objects if isinstance(o, ObjectInfo)}
-        return self._delete(garbage(view, retention, held), sizes)
+        return {key: sizes[key] for key in garbage(view, retention, held)}
 
-    def _delete(self, keys: list[str], sizes: dict[str, int]) -> Swept:
-        done = Swept(0, 0)
+    def _delete(self, sizes: Mapping[str, int]) -> Swept:
+        done, keys = Swept(0, 0), list(sizes)
         for start in range(0, len(keys), BATCH_KEYS):
             batch = keys[start : start + BATCH_KEYS]
             named = _named_prefixes(self._committer.check())

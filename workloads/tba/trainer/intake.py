@@ -41,6 +41,8 @@ class Intake:
         self._extends_sync = False  # AtSync: the next rows join the pool of this wait in place of replacing it
         self.last_arrival = time.monotonic()
         """When rows last arrived (monotonic seconds)."""
+        self.arrived_at = time.time()
+        """The same in unix seconds."""
         self.shards_since_commit = 0
         """Shards taken since `latest` was last committed: a reason for a new window."""
         self.foreign = set(facts.foreign)
@@ -66,7 +68,7 @@ class Intake:
         for arrival in arrivals:
             book = self._accept(arrival, book)
         self._ingestor.ingested(arrivals)
-        self.last_arrival = time.monotonic()
+        self.last_arrival, self.arrived_at = time.monotonic(), time.time()
         if at_sync:
             self._sync(waiting)
         log.debug(SHARDS_INGESTED, shards=len(arrivals), rows=self._learner.counters.ingested_rows)
@@ -113,6 +115,7 @@ class Intake:
         except CorruptObject as error:
             return 0, str(error)
         telemetry.TRAJECTORIES.labels("ingested").inc(len(arrival.batch))
+        self._report.delivered(arrival.batch)
         return len(arrival.batch), ""
 
     def _published_step(self) -> int:

@@ -37,6 +37,9 @@ from tba.trainer.model import Policy
 from tba.trainer.optim import Optimizer, Update
 from tba.trainer.sampling import BatchPlan, Sampler, SamplingSettings, Waiting
 
+_SAME_REWARD = 1e-6
+"""Rewards that differ by less are equal."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
@@ -116,6 +119,7 @@ class Learner:
         if changed:
             self.buffer.set_reference(_reference_key(self.policy.reference_policy))
         tokens = self._count(plan)
+        self.counters.signal_groups += _num_differing(pass_.rewards, plan.weights > 0)
         return StepResult(
             plan=plan,
             loss=pass_.loss,
@@ -213,6 +217,7 @@ class Learner:
     def _count(self, plan: BatchPlan) -> int:
         drawn = self.buffer.num_tokens(plan.rows).ravel()
         self.counters.trained_rows += drawn.size
+        self.counters.trained_groups += len(plan.rows)
         self.counters.trained_tokens += int(drawn.sum())
         self.counters.trained_lengths.update(drawn.tolist())
         return int(drawn.sum())
@@ -307,6 +312,12 @@ class _Pass:
             clip=float(self._parameters.get("ratioClip", 1.0)),
         ).numpy()
         self.weights[groups] = np.where(used, self._plan.weights[groups] * ratio, 0.0)
+
+
+def _num_differing(rewards: np.ndarray, used: np.ndarray) -> int:
+    """Groups (rows) whose used rewards are not all the same."""
+    most, least = np.where(used, rewards, -np.inf).max(1), np.where(used, rewards, np.inf).min(1)  # (P,)
+    return int((most - least > _SAME_REWARD).sum())
 
 
 def new_rows(batch: ShardBatch, lineage: Lineage) -> NewRows:

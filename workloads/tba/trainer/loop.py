@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from tba import telemetry
 from tba.contracts.config import LiveConfig
 from tba.contracts.errors import CorruptObject
-from tba.contracts.keys import WeightsKey, new_nonce
+from tba.contracts.history import EvalRow
+from tba.contracts.keys import CheckpointKey, WeightsKey, new_nonce
 from tba.contracts.records import EvalRequest, RunState, ShardId
 from tba.failpoints import failpoint
 from tba.log import (
@@ -36,6 +37,7 @@ from tba.log import (
 from tba.protocol.garbage import Retention
 from tba.protocol.latest import RunEnded, finished, window_advanced
 from tba.stop import StopFlag
+from tba.trainer.alarms import reward_label
 from tba.trainer.background import Background
 from tba.trainer.checkpoint import LoopFacts, TrainerState, held_shards
 from tba.trainer.checkpointer import Checkpointer
@@ -113,7 +115,15 @@ class Trainer:
             step=self._book.step,
             eval_score=self._book.eval_score,
             trajectories=self._learner.counters.ingested_rows,
+            checkpoint_step=None if ready.fresh else self._book.step,
         )
+        self._set_alarms()
+
+    def _set_alarms(self) -> None:
+        alarms = self.tracker.alarms
+        alarms.reward = reward_label(self._ready.record.config.task.reward)
+        alarms.outages = lambda: [thread.outage for thread in self._threads]
+        self._report.judged_signal()
 
     def _make_threads(self) -> None:
         ready, live = self._ready, self._live
@@ -141,6 +151,7 @@ class Trainer:
             total_steps=self._total,
             live=live,
             event=self._report.event,
+            on_score=self._after_evaluation,
         )
         self._ingestor = Ingestor(
             self._store,
@@ -244,7 +255,7 @@ class Trainer:
         self._join(self._publisher.background)
         self._join(self._checkpointer.background)
         self._apply_results()
-        self.tracker.state = "Evaluating"
+        self.tracker.state, self.tracker.alarms.data_since = "Evaluating", None
         while (awaited := self._evaluations.describe()) is not None:
             self._check_stop()
             self._housekeeping()
@@ -279,6 +290,7 @@ class Trainer:
     def _take_rows(self, timeout_seconds: float = 0.0) -> None:
         waiting = self._waiting is not None
         self._book = self._intake.take(self._book, waiting=waiting, timeout_seconds=timeout_seconds)
+        self.tracker.alarms.data_since = self._intake.arrived_at
         self.tracker.searchers = self._learner.counters.alive(time.time())
         self.tracker.trajectories = self._learner.counters.ingested_rows
 
@@ -332,6 +344,11 @@ class Trainer:
         telemetry.SYNC_SECONDS.labels("upload").observe(done.row.upload_seconds)
         telemetry.SYNC_SECONDS.labels("commit").observe(done.row.commit_seconds)
 
+    def _after_evaluation(self, row: EvalRow) -> None:
+        """In the gathering thread."""
+        if row.step == 0 and row.samples > 1:  # one sample tells little of what K would find
+            self.tracker.alarms.first_pass_at_k = row.pass_at_k
+
     def _checkpoint(self) -> None:
         """Capture now; upload and commit beside the loop. The ingest log it belongs to is durable before it."""
         self._join(self._checkpointer.background)
@@ -362,7 +379,9 @@ class Trainer:
         if now - self._clocks.garbage > GARBAGE_SECONDS and not self._garbage.busy:
             self._clocks.garbage = now
             self._garbage.submit(self._sweep)
-        self._learner.buffer.set_max_trajectories(self._live().buffer.max_trajectories)
+        live = self._live()
+        self._learner.buffer.set_max_trajectories(live.buffer.max_trajectories)
+        self.tracker.alarms.stall_timeout_seconds = live.sync.stall_timeout_seconds
 
     def _sweep(self) -> None:
         live = self._live()
@@ -385,6 +404,7 @@ class Trainer:
     def _apply_results(self) -> None:
         for key in self._checkpointer.take_committed():
             self._book = self._book.checkpointed(key)
+            self.tracker.checkpoint_step = CheckpointKey.parse(key).step
         for step, score in self._evaluations.take_scores():
             self._book = self._book.evaluated(step, score)
             self.tracker.eval_score = self._book.eval_score
@@ -397,11 +417,12 @@ class Trainer:
         """Wait for a background task, visibly. Raises: Terminated if SIGTERM came and storage does not answer."""
         while not self._joined(background):
             outage = background.outage.description
-            if outage:
-                self.tracker.state, self.tracker.detail = "WaitingForStorage", outage
-                if self._stop.is_set():
-                    log.warning(CHECKPOINT_SKIPPED, reason=outage)
-                    raise Terminated
+            trouble = outage or self.tracker.alarms.storage_trouble(time.time())
+            if trouble:
+                self.tracker.state, self.tracker.detail = "WaitingForStorage", trouble
+            if outage and self._stop.is_set():
+                log.warning(CHECKPOINT_SKIPPED, reason=outage)
+                raise Terminated
             self._heartbeat.beat()
 
     def _joined(self, background: Background) -> bool:
@@ -412,10 +433,12 @@ class Trainer:
         if self._stop.since is None:
             return
         self._join(self._checkpointer.background)
+        self._apply_results()
         left = self._grace_seconds - (time.monotonic() - self._stop.since)
         if self._checkpointer.last_seconds <= left:
             self._checkpoint()
             self._join(self._checkpointer.background)
+            self._apply_results()
         else:
             log.warning(
                 CHECKPOINT_SKIPPED,

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from tba import telemetry
+from tba import last_words, telemetry
+from tba.contracts.errors import UserError
 from tba.contracts.runfile import read_run_file
 from tba.live import LiveSettings
 from tba.log import RUN_FINISHED, SIGNAL_RECEIVED, configure, log
@@ -53,17 +54,22 @@ def run_trainer(options: TrainerOptions) -> int:
         torch.set_num_threads(options.threads)
     heartbeat = telemetry.Heartbeat(STEP_BUDGET_SECONDS)
     tracker = Tracker(run.config.objective.total_steps, os.environ.get("TBA_POD_UID"))
+    last_words.report_progress(tracker.progress)
     with stop_signals() as stop, _http(options.port, heartbeat, tracker):
         try:
             with heartbeat.allow("starting", START_BUDGET_SECONDS):
-                ready = prepare(run, live(), options.storage or live().storage.uri)
+                ready = prepare(run, live(), options.storage or live().storage.uri, tracker.alarms.weather)
             if stop.is_set():  # nothing has been trained yet: nothing to save
                 raise Terminated
             Trainer(
                 ready, live, stop=stop, heartbeat=heartbeat, grace_seconds=options.grace_seconds, tracker=tracker
             ).run()
         except AlreadyComplete as done:
+            tracker.found_complete(done.run_id, done.latest)
             log.info(RUN_FINISHED, detail=str(done))
+        except UserError as error:
+            tracker.failed(str(error))
+            raise
         except Terminated:
             log.info(SIGNAL_RECEIVED, detail="asked to end: stopped between two steps")
             return TERMINATED_EXIT

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from tba.contracts.errors import StoreUnavailable
 from tba.log import STORAGE_FAILED, log
 from tba.store import AccessDenied
+from tba.store.retry import Trouble
 
 PASSING = (StoreUnavailable, AccessDenied)
 """Errors that may pass by themselves. At the start of a process AccessDenied is final, afterwards it is not."""
@@ -21,6 +22,8 @@ class Outage:
         self._what = ""
         self.since: float | None = None
         """Time of `clock` of the first failure; None while storage does what it is asked."""
+        self.trouble: Trouble | None = None
+        """The same in unix seconds, with the newest error."""
 
     def failed(self, error: Exception) -> float:
         """Note a failure; returns the seconds since the first. Raises: `error`, once they have lasted too long."""
@@ -28,6 +31,7 @@ class Outage:
         self._what = "denied access" if isinstance(error, AccessDenied) else "not answered"
         if self.since is None:
             self.since = now
+        self.trouble = Trouble(self.trouble.since if self.trouble else time.time(), str(error))
         waited = now - self.since
         log.warning(STORAGE_FAILED, task=self._task, waited_seconds=round(waited, 1), error=str(error))
         if waited > self._give_up_seconds:
@@ -36,7 +40,7 @@ class Outage:
 
     def ended(self) -> None:
         """Storage has done what it was asked."""
-        self.since = None
+        self.since = self.trouble = None
 
     @property
     def description(self) -> str:

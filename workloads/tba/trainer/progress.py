@@ -2,13 +2,16 @@
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from tba import telemetry
 from tba.contracts.history import Progress, SampleRow, StepRow
+from tba.contracts.records import Latest
+from tba.trainer.alarms import Alarms
 from tba.trainer.learner import Learner, StepResult
+from tba.trainer.rates import Rates
 
 WEAK_HOLD = 0.05
 """Below this beta * std(ell) / std(r), beta no longer holds a lagging policy."""
@@ -158,11 +161,32 @@ class Tracker:
     idle_seconds: float = 0.0
     busy_seconds: float = 0.0
     first_step: int = 0
+    checkpoint_step: int | None = None
+    rates: Rates = field(default_factory=Rates)
+    alarms: Alarms = field(default_factory=Alarms)
 
-    def claimed(self, *, run_id: str, epoch: int, step: int, eval_score: float | None, trajectories: int) -> None:
+    def claimed(
+        self,
+        *,
+        run_id: str,
+        epoch: int,
+        step: int,
+        eval_score: float | None,
+        trajectories: int,
+        checkpoint_step: int | None = None,
+    ) -> None:
         """The run is this trainer's, restored or begun at `step`."""
         self.run_id, self.epoch, self.step, self.first_step = run_id, epoch, step, step
-        self.eval_score, self.trajectories = eval_score, trajectories
+        self.eval_score, self.trajectories, self.checkpoint_step = eval_score, trajectories, checkpoint_step
+
+    def found_complete(self, run_id: str, latest: Latest) -> None:
+        """An earlier trainer has ended the run."""
+        self.run_id, self.epoch, self.step = run_id, latest.epoch, latest.step
+        self.policy_version, self.state, self.detail = latest.version, "Complete", ""
+
+    def failed(self, error: str) -> None:
+        """Nothing but the user can help."""
+        self.state, self.detail = "Failed", error
 
     def stepped(self, row: StepRow) -> None:
         """Take over a finished step."""
@@ -171,6 +195,7 @@ class Tracker:
         self.idle_seconds += row.wait_data_seconds + row.wait_storage_seconds
         self.busy_seconds += row.step_seconds
         self.trajectories = row.ingested_rows
+        self.rates.stepped(row.step_seconds, time.monotonic())
 
     def progress(self) -> Progress:
         """A copy of now."""
@@ -197,6 +222,10 @@ class Tracker:
             eta_seconds=total / done * (self.total_steps - self.step) if done else None,
             searchers=self.searchers,
             last_updated_time=time.time(),
+            checkpoint_step=self.checkpoint_step,
+            steps_per_busy_second=self.rates.steps_per_busy_second(),
+            trajectories_per_searcher_second=self.rates.trajectories_per_searcher_second(time.monotonic()),
+            alerts=[] if self.state == "Complete" else self.alarms.alerts(time.time()),
         )
 
 

@@ -7,6 +7,7 @@ from tba.contracts.base import Contract
 from tba.contracts.config import LiveConfig
 from tba.contracts.history import EventRow, QuarantineRow
 from tba.log import HOLD_WEAKENED, REFERENCE_CHANGED, SHARD_QUARANTINED, STEP_COMPLETED, log
+from tba.shards import ShardBatch
 from tba.trainer.journal import Journal
 from tba.trainer.learner import Learner, StepResult
 from tba.trainer.progress import WEAK_HOLD, StepMetrics, Timing, Tracker, sample_row, step_row
@@ -54,6 +55,7 @@ class Reporter:
         self._history.append(row)
         self._metrics.record(row, result)
         self._tracker.stepped(row)
+        self.judged_signal()
         lag = max(row.staleness, default=0)
         log.info(
             STEP_COMPLETED,
@@ -72,6 +74,18 @@ class Reporter:
             self.summarise()
         if row.step % max(1, self._tracker.total_steps // SAMPLES) == 0:
             self._sample(result)
+
+    def judged_signal(self) -> None:
+        """Whether the groups trained on so far, also by earlier trainers, give anything to learn from."""
+        counters = self._learner.counters
+        groups_per_batch = self._learner.config.objective.prompts_per_batch
+        self._tracker.alarms.learned(counters.signal_groups, counters.trained_groups, groups_per_batch)
+
+    def delivered(self, batch: ShardBatch) -> None:
+        """A searcher's shard has been ingested."""
+        header = batch.header
+        up_seconds = header.stats.get("up_seconds", 0.0)
+        self._tracker.rates.delivered(header.incarnation, len(batch), up_seconds, time.monotonic())
 
     def summarise(self) -> None:
         """Rows about searchers and lengths, as far as they have changed."""

@@ -1,7 +1,8 @@
 """From a configuration directory to a trainer ready to run: open storage, claim the run, restore or begin.
 
 ```
-run.json in the bucket? ── no ──► load model.uri, materialise prompts, put run.json (once)
+run.json in the bucket? ── no ──► try the reward, load model.uri (or the fork's checkpoint), materialise prompts,
+        │                         put run.json (once)
         │ yes: must be this job's, unchanged
         ▼
 CAS latest: epoch + 1 (fences any older trainer)
@@ -12,6 +13,7 @@ latest.checkpoint? ── no ──► step 0      yes ──► restore it (or 
 
 import json
 import os
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ import torch
 from tba.contracts.config import LiveConfig, Prompts
 from tba.contracts.errors import UserError
 from tba.contracts.keys import CHECKPOINTS, LATEST, RUN, new_nonce, prompts_key
-from tba.contracts.records import EvalRequest, Latest, RunRecord, RunState
+from tba.contracts.records import EvalRequest, ForkOrigin, Latest, RunRecord, RunState
 from tba.contracts.runfile import RunFile
 from tba.contracts.supported import refuse_unsupported
 from tba.log import EPOCH_TAKEN, MODEL_LOADED, PROMPTS_MATERIALISED, log
@@ -29,17 +31,20 @@ from tba.models import LoadedModel, build_model, load_model, load_weights
 from tba.prompts import PromptSet, load_prompt_set, materialize
 from tba.protocol.bookkeeping import Bookkeeping
 from tba.protocol.latest import RunEnded
+from tba.rewards.stored import put_reward_code
 from tba.run_record import find_run_record
 from tba.run_store import open_run_store
 from tba.snapshots import fetch_snapshot
-from tba.store import AlreadyExists, NotFound, ObjectStore
+from tba.store import AlreadyExists, NotFound, ObjectStore, Weather
 from tba.store.probe import probe, require
 from tba.trainer.checkpoint import LoopFacts, restore_newest
 from tba.trainer.committer import Committer
+from tba.trainer.fork import load_fork
 from tba.trainer.ingest import Binding
 from tba.trainer.learner import Learner
 from tba.trainer.model import Policy
 from tba.trainer.reread import LostShard, ShardReader
+from tba.trainer.trial import try_reward
 
 EVAL_BLOCK_PROMPTS = 64
 """Prompts of an evaluation block: small enough that a lost searcher costs little."""
@@ -68,25 +73,39 @@ class Ready:
 class AlreadyComplete(Exception):
     """The run in the bucket has ended; there is nothing to do."""
 
+    def __init__(self, uri: str, run_id: str, latest: Latest) -> None:
+        super().__init__(f"the run at {uri} is complete at step {latest.step}")
+        self.run_id = run_id
+        self.latest = latest
 
-def prepare(run: RunFile, live: LiveConfig, uri: str) -> Ready:
-    """Claim the run at `uri` and restore or begin it.
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The model that a run begins with."""
+
+    model: LoadedModel
+    origin: ForkOrigin | None = None
+
+
+def prepare(run: RunFile, live: LiveConfig, uri: str, weather: Weather | None = None) -> Ready:
+    """Claim the run at `uri` and restore or begin it. `weather` is told how its storage fares, from the first request.
 
     Raises: UserError (another job's prefix, changed configuration), StoreUnavailable, AlreadyComplete.
     """
     refuse_unsupported(run.config)
-    store = open_run_store(live.storage, uri)
+    store = open_run_store(live.storage, uri, weather)
     record = find_run_record(store)
     if record is not None:
         _refuse_foreign(record, run, live)
-    loaded: LoadedModel | None = None
+    loaded: Loaded | None = None
     if record is None:
         if not live.storage.unsafe_single_trainer:
             require(probe(store))
+        code = try_reward(run)
         loaded = _load(run, live)
-        record = _create_record(store, run, live, loaded)
-    _refuse_ended(store)
-    committer = _take_over(store)
+        record = _create_record(store, run, live, loaded, code)
+    _refuse_ended(store, record)
+    committer = _take_over(store, record)
     log.info(EPOCH_TAKEN, epoch=committer.epoch, checkpoint=committer.latest.checkpoint)
     prompts = load_prompt_set(store, record.train_prompts)
     _refuse_few_prompts(prompts, record)
@@ -95,11 +114,12 @@ def prepare(run: RunFile, live: LiveConfig, uri: str) -> Ready:
     return _resume(store, record, committer, prompts)
 
 
-def _take_over(store: ObjectStore) -> Committer:
+def _take_over(store: ObjectStore, record: RunRecord) -> Committer:
     try:
         return Committer.take_over(store)
-    except RunEnded as error:  # the trainer before us finished between our look and our claim
-        raise AlreadyComplete(str(error)) from error
+    except RunEnded:  # the trainer before us finished between our look and our claim
+        _refuse_ended(store, record)
+        raise
 
 
 def _begin(
@@ -108,24 +128,24 @@ def _begin(
     committer: Committer,
     run: RunFile,
     live: LiveConfig,
-    loaded: LoadedModel | None,
+    loaded: Loaded | None,
     prompts: PromptSet,
 ) -> Ready:
-    loaded = loaded or _load(run, live)
-    if loaded.revision != record.model_revision:
+    begun = (loaded or _load(run, live)).model
+    if begun.revision != record.model_revision:
         raise UserError(
-            f"model.uri gave revision {loaded.revision}, this run began with {record.model_revision}: "
-            "restore the model, or delete the run with `tba storage delete`"
+            f"{_source(run)} gave revision {begun.revision}, this run began with {record.model_revision}: "
+            "restore it, or delete the run with `tba storage delete`"
         )
-    learner = Learner(_policy(loaded.model, record), record.config)
+    learner = Learner(_policy(begun.model, record), record.config)
     return Ready(
         store=store,
         record=record,
         committer=committer,
         book=Bookkeeping.begun(committer.epoch),
         learner=learner,
-        tokenizer=loaded.tokenizer,
-        assets=loaded.assets,
+        tokenizer=begun.tokenizer,
+        assets=begun.assets,
         prompts=prompts,
         fresh=True,
         eval_request=_eval_request(store, record),
@@ -184,36 +204,60 @@ def _device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _load(run: RunFile, live: LiveConfig) -> LoadedModel:
-    loaded = load_model(
-        run.config.model,
-        base_dir=Path(run.base_dir or "."),
-        token=os.environ.get("HF_TOKEN"),
-        open_store=lambda uri: open_run_store(live.storage, uri),
-    )
-    count = sum(p.numel() for p in loaded.model.parameters())
-    log.info(MODEL_LOADED, uri=run.config.model.uri, revision=loaded.revision, num_parameters=count)
+def _load(run: RunFile, live: LiveConfig) -> Loaded:
+    fork = run.config.fork_from
+    if fork is not None:
+        with closing(open_run_store(live.storage, fork.uri)) as store:
+            loaded = Loaded(*load_fork(store, fork, run.config.model))
+    else:
+        loaded = Loaded(
+            load_model(
+                run.config.model,
+                base_dir=Path(run.base_dir or "."),
+                token=os.environ.get("HF_TOKEN"),
+                open_store=lambda uri: open_run_store(live.storage, uri),
+            )
+        )
+    count = sum(p.numel() for p in loaded.model.model.parameters())
+    log.info(MODEL_LOADED, uri=_source(run), revision=loaded.model.revision, num_parameters=count)
     return loaded
 
 
-def _create_record(store: ObjectStore, run: RunFile, live: LiveConfig, loaded: LoadedModel) -> RunRecord:
-    config = run.config
+def _source(run: RunFile) -> str:
+    """Where the run's model comes from, for people."""
+    fork = run.config.fork_from
+    return f"forkFrom {fork.uri} step {fork.step}" if fork else run.config.model.uri
+
+
+def _create_record(
+    store: ObjectStore, run: RunFile, live: LiveConfig, loaded: Loaded, reward_code: str | None
+) -> RunRecord:
+    config, tokenizer = run.config, loaded.model.tokenizer
     base_dir = Path(run.base_dir or ".")
     longest = config.model.max_model_len - config.task.sampling.max_tokens
-    train = _put_prompts(store, live, config.task.prompts, loaded.tokenizer, base_dir, longest)
+    train = _put_prompts(store, live, config.task.prompts, tokenizer, base_dir, longest, token="TBA_PROMPTS_HF_TOKEN")
     evaluation = config.task.evaluation
     held_out = None
     if evaluation.prompts is not None:
         held_out = _put_prompts(
-            store, live, evaluation.prompts, loaded.tokenizer, base_dir, longest, evaluation.max_prompts
+            store,
+            live,
+            evaluation.prompts,
+            tokenizer,
+            base_dir,
+            longest,
+            token="TBA_EVALUATION_HF_TOKEN",
+            limit=evaluation.max_prompts,
         )
     record = RunRecord(
         run_id=new_nonce(),
         owner=run.owner,
         config=config,
-        model_revision=loaded.revision,
+        model_revision=loaded.model.revision,
         train_prompts=train,
         eval_prompts=held_out,
+        reward_code=None if reward_code is None else put_reward_code(store, reward_code),
+        forked_from=loaded.origin,
         live=live,
     )
     _refuse_few_prompts(load_prompt_set(store, train), record)  # before the record fixes the mistake for good
@@ -234,8 +278,11 @@ def _put_prompts(
     tokenizer: Any,
     base_dir: Path,
     longest: int,
+    *,
+    token: str,
     limit: int | None = None,
 ) -> str:
+    """`token`: the variable that holds the hub's, if it is not the model's."""
     sha, data = materialize(
         prompts,
         tokenizer,
@@ -243,6 +290,7 @@ def _put_prompts(
         max_prompt_tokens=longest,
         limit=limit,
         open_store=lambda uri: open_run_store(live.storage, uri),
+        token=os.environ.get(token) or os.environ.get("HF_TOKEN"),
     )
     key = prompts_key(sha)
     store.put_once(key, data)
@@ -295,7 +343,7 @@ def _differences(old: dict[str, Any], new: dict[str, Any], path: str = "") -> li
     return found
 
 
-def _refuse_ended(store: ObjectStore) -> None:
+def _refuse_ended(store: ObjectStore, record: RunRecord) -> None:
     try:
         latest = Latest.parse(store.get(LATEST).data)
     except NotFound:
@@ -306,7 +354,7 @@ def _refuse_ended(store: ObjectStore) -> None:
             ) from None
         return
     if latest.state is RunState.COMPLETE:
-        raise AlreadyComplete(f"the run at {store.uri} is complete at step {latest.step}")
+        raise AlreadyComplete(store.uri, record.run_id, latest)
     if latest.state is RunState.FAILED:
         raise UserError(f"the run at {store.uri} has failed for good: use another storage.uri")
 

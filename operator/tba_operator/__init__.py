@@ -1,0 +1,1 @@
+"""The Kubernetes side: a controller that turns TBAJobs into pods. `tba` never imports it."""
