@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from support.kube_cluster import SCRIPTS, ClusterError, KubeCluster, SessionLock
+from support.kube_cluster import SCRIPTS, ClusterError, KubeCluster, only_session
 
 FAILURES = SCRIPTS / ".failures"
 _failed = pytest.StashKey[bool]()
@@ -38,7 +38,7 @@ def cluster(request) -> Iterator[KubeCluster]:
         patch.setenv("PATH", f"{cluster.bin}:{os.environ['PATH']}")
         started, reason = False, ""
         try:
-            ends.enter_context(SessionLock())
+            ends.enter_context(only_session(cluster.run))
             shutil.rmtree(FAILURES, ignore_errors=True)
             started = start(cluster)
         except ClusterError as error:

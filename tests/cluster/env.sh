@@ -15,7 +15,7 @@ KUBE_NODE=${KUBE_NODE:-node}                    # node names: node1, node2, ...
 KUBE_ETCD_PORT=${KUBE_ETCD_PORT:-2379}          # and the one after it, on the loopback
 export KUBE_BIN KUBE_RUN KUBE_NODES KUBE_NODE_MEMORY KUBE_GOLDEN KUBE_NET KUBE_PODS KUBE_SERVICES KUBE_BRIDGE KUBE_NODE KUBE_ETCD_PORT
 master=$KUBE_NET.254
-host=/run/$KUBE_BRIDGE  # what up.sh changed on this machine and down.sh sets back
+host=/run/test-clusters  # what up.sh changed on this machine and the last cluster's down.sh sets back
 export PATH=$KUBE_BIN:$PATH:/usr/sbin:/sbin KUBECONFIG=$KUBE_RUN/admin.conf
 
 # Every process of the cluster is in a control group below this one, so that

@@ -258,7 +258,11 @@ case $verb in
   exec)
     alive "$name" || fail "$name is down"
     read -r pid _ < "$KUBE_RUN/pids/$name"
-    child=$(cut -d' ' -f1 "/proc/$pid/task/$pid/children")
+    for ((tick = 0; tick < 50; tick++)); do  # a node that has just been started
+      child=$(cut -d' ' -f1 "/proc/$pid/task/$pid/children")
+      [ -z "$child" ] || break
+      sleep 0.1
+    done
     if [ "$KUBE_CGROUPS" = 2 ]; then join init; else join; fi
     exec nsenter --target "$child" --mount --uts --ipc --net --pid --cgroup \
       env CONTAINER_RUNTIME_ENDPOINT=unix:///run/containerd/containerd.sock "$@"

@@ -17,10 +17,11 @@ sweep() {
   ip link del "$KUBE_BRIDGE" 2> /dev/null || true
   if [[ $(forwarding) == *"oifname \"$KUBE_BRIDGE\""* ]]; then iptables -D FORWARD "${forward_rule[@]}"; fi
   remove_groups "$KUBE_BRIDGE"
-  set_back
+  rm -f "$host/up/$KUBE_BRIDGE"
+  [ -n "$(ls -A "$host/up" 2> /dev/null)" ] || set_back
 }
 
-# set_back: the machine's settings and directories, as they were.
+# set_back: the machine's settings and directories as they were before the first of its clusters.
 set_back() {
   local file directory
   for file in "$host"/sysctl.*; do

@@ -174,7 +174,8 @@ if ! alive apiserver && ! alive etcd; then
   sweep  # what a killed run has left
   check_addresses
 fi
-mkdir -p "$KUBE_RUN"/{pids,logs,nodes} "$host"
+mkdir -p "$KUBE_RUN"/{pids,logs,nodes} "$host/up"
+touch "$host/up/$KUBE_BRIDGE"
 mkdir -p "$registry/control"
 echo $$ > "$registry/control/cgroup.procs"
 . "$here/pki.sh"

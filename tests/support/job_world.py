@@ -319,7 +319,7 @@ class World:
             self.delete_pod(own[name].uid)
         stale = [own[n] for n in reversed(names) if n in own and own[n].revision != revision]
         broken = [pod for pod in stale if not pod.ready]
-        if stale and (broken or all(own[n].ready for n in names if n in own)):
+        if stale and (broken or all(n in own and own[n].ready for n in names)):
             self.delete_pod((broken or stale)[0].uid)
         for name in names:
             if name not in own:

@@ -1,11 +1,13 @@
 """The real cluster of tests/cluster as Python calls: its scripts, kubectl and helm."""
 
-import fcntl
+import hashlib
 import json
 import os
+import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -159,16 +161,15 @@ class KubeCluster:
         return result.stdout
 
 
-class SessionLock:
-    """One test session at a time on one cluster: fault tests of one would fail those of another."""
+@contextmanager
+def only_session(run: Path) -> Iterator[None]:
+    """One test session at a time on the cluster of a run folder: fault tests of one would fail those of another.
 
-    def __enter__(self) -> None:
-        self._folder = os.open(SCRIPTS, os.O_RDONLY)
+    An abstract socket is the lock: the kernel lets go of it with the process, and no file stays.
+    """
+    with socket.socket(socket.AF_UNIX) as lock:
         try:
-            fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._folder)
+            lock.bind(f"\0test-cluster-{hashlib.sha256(bytes(run.resolve())).hexdigest()}")
+        except OSError:
             raise ClusterError("another test session uses the cluster: wait until it has ended") from None
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._folder)
+        yield

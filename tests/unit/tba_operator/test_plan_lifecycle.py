@@ -236,12 +236,13 @@ def test_completion_beats_suspension_and_deadline():
     assert world.condition("Complete")[0] == "True" and world.condition("Failed")[0] == "False"
 
 
-def test_the_verdict_is_written_before_anything_is_removed():
-    world = running(runPolicy={"cleanupPolicy": "All"})
-    world.end(world.trainer, 0)
+def test_the_verdict_is_written_before_what_it_was_read_off_is_removed():
+    world = running()
+    world.end(world.trainer, 64)
     world.controllers()
+    world.change(None, suspend=True)
     found = world.plan()
-    assert found.status is not None and found.status.is_true("Complete")
+    assert found.status is not None and found.status.is_true("Failed")
     assert not (found.delete or found.scale or found.apply) and found.requeue_after_seconds == 1
 
 
