@@ -64,6 +64,11 @@ check: $(VENV)/.dev  ## ruff, pyright, import-linter
 	$(BIN)/python hack/job_reference.py --check
 	$(BIN)/python hack/command_reference.py --check
 	$(BIN)/python hack/benchmark_tables.py --check
+	$(BIN)/python hack/crd.py --check
+	$(BIN)/python hack/rbac.py --check
+	$(BIN)/python hack/chart.py --check
+	$(BIN)/python hack/dashboard.py --check
+	$(BIN)/python hack/pains.py --check
 
 format: $(VENV)/.dev  ## rewrite the sources as `check` wants them
 	$(BIN)/ruff format .

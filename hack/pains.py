@@ -90,14 +90,14 @@ KUBERNETES = (
     Pain(
         "Deleting a job waits for nothing, storage least of all",
         "kuberay#4767, kuberay#4836",
-        cluster("controller", "the_watch_library_leaves_nothing_on_any_object")
+        cluster("controller_process", "the_watch_library_leaves_nothing_on_any_object")
         + op("reconcile", "a_job_that_is_being_deleted_is_left_to_the_garbage_collector"),
     ),
     Pain(
         "A namespace goes away with its jobs, also without the operator: there is no finalizer",
         "kopf#75 (zalando), ray#21684, cloudnative-pg#10535, remove-empty-ns#5",
         cluster(
-            "controller",
+            "controller_process",
             "a_namespace_that_goes_away_takes_a_job_with_it",
             "the_watch_library_leaves_nothing_on_any_object",
         )
@@ -113,7 +113,7 @@ KUBERNETES = (
             "what_only_the_indices_have_is_gone",
         )
         + op("streams", "a_watch_that_is_answered_is_heard_of", "a_list_says_nothing_of_a_watch")
-        + cluster("kubeapi", "an_outage_of_the_server_is_unavailable_and_then_over")
+        + cluster("kubeapi_contract", "an_outage_of_the_server_is_unavailable_and_then_over")
         + TIMELINE,
     ),
     Pain(
@@ -121,7 +121,7 @@ KUBERNETES = (
         "kopf#1087",
         op("handlers", "there_is_no_handler_that_makes_kopf_write_to_objects")
         + op("manifests", "a_spec_of_300_kilobytes_fits_a_config_map")
-        + cluster("controller", "the_watch_library_leaves_nothing_on_any_object"),
+        + cluster("controller_process", "the_watch_library_leaves_nothing_on_any_object"),
     ),
     Pain(
         "Another operator's peering cannot freeze this one",
@@ -132,7 +132,7 @@ KUBERNETES = (
         "Of two replicas one writes; one that lost its Lease, or stood still, writes no more",
         "kopf#1266",
         cluster(
-            "controller",
+            "controller_process",
             "of_two_replicas_one_writes_and_the_other_takes_over_when_it_is_killed",
             "a_leader_that_stood_still_for_too_long_writes_no_more",
         )
@@ -145,7 +145,7 @@ KUBERNETES = (
         + op("plan_pains", "replica_changes_in_a_hurry_converge_to_the_last")
         + op("queue", "every_wish_is_followed_and_never_two_workers_share_a_key")
         + cluster(
-            "controller",
+            "controller_process",
             "scale_and_suspend_are_followed_within_a_second",
             "a_deleted_child_comes_back_and_a_changed_one_is_corrected",
         ),
@@ -215,7 +215,7 @@ KUBERNETES = (
         "helm upgrade brings new fields of the definition, and they survive",
         "openvox#555, restate-operator#167, renovate-operator#136, unifi-reactor#38",
         cluster("chart", "an_upgrade_brings_new_fields_and_rolls_no_pod")
-        + op("chart", "the_crd_is_kept_when_the_chart_goes", "the_chart_has_the_crd_of_the_repository"),
+        + op("chart_files", "the_crd_is_kept_when_the_chart_goes", "the_chart_has_the_crd_of_the_repository"),
     ),
     Pain(
         "The definition fits a client-side apply",
@@ -228,7 +228,7 @@ KUBERNETES = (
         op("plan_pains", "a_full_quota_is_a_condition_and_scaling_down_heals_it")
         + op("observe", "creations_that_fail_are_told_while_pods_are_missing")
         + op("reconcile", "a_full_quota_passes")
-        + cluster("kubeapi", "a_full_quota_is_told_from_a_missing_right"),
+        + cluster("kubeapi_contract", "a_full_quota_is_told_from_a_missing_right"),
     ),
     Pain(
         "Preemption is not held against the job, a real failure is",
@@ -270,7 +270,7 @@ KUBERNETES = (
         "A new client library is tried on a real API server: identity, decoding, errors",
         "kubernetes-client/python#2585, kubernetes-client/python#2595",
         cluster(
-            "kubeapi",
+            "kubeapi_contract",
             "real_server",
             "a_rotated_token_of_a_pod_is_used",
             "the_permissions_that_the_fake_records_suffice_and_are_those_of_the_adapter",

@@ -22,8 +22,6 @@ FENCED = 3
 UNAVAILABLE = 2
 TERMINATED = 143
 """Exit codes of a trainer (interface.md §2)."""
-UNKNOWN_EXIT = -1
-"""Of a pod whose container left no status."""
 LOST_SECONDS = 60.0
 """A pod on a NotReady node is lost when its grace period has been over for so long."""
 

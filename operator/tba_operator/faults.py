@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from tba_operator import attempts, naming
 from tba_operator.api import Images, Job, Role
 from tba_operator.attempts import Course
+from tba_operator.podstate import NO_EXIT_CODE
 from tba_operator.world import ApplyError, Ended, Manifest, Observed, Pod, Ref
 
 ORDER = (
@@ -116,9 +117,7 @@ def _of_write(ref: Ref, error: ApplyError) -> Fault | None:
     if error.kind == "InvalidPodTemplate":
         role = _ROLES.get(ref.kind)
         remedy = f"Correct spec.{role} (podTemplate, env, resources)" if role else "Correct the spec"
-        return Fault(
-            "InvalidPodTemplate", f"{ref} was refused: {said}. {remedy}; that is tried when the spec changes."
-        )
+        return Fault("InvalidPodTemplate", f"{ref} was refused: {said}. {remedy}; that is tried when the spec changes.")
     if error.kind == "QuotaExceeded":
         return Fault("QuotaExceeded", f"{ref} was refused: {said}. {_QUOTA_REMEDY}")
     if error.kind == "NameConflict":
@@ -263,7 +262,7 @@ def _of_end(scene: _Scene, pod: Pod, end: Ended) -> Fault | None:
     if end.exit_code == attempts.USER_ERROR:
         # Of a trainer it is the job's end.
         return Fault("SearcherError", f"Pod {pod.name}: {_words(end)}.") if pod.role == "searcher" else None
-    code = f"exit code {end.exit_code}, {end.reason}" if end.exit_code != attempts.UNKNOWN_EXIT else end.reason
+    code = f"exit code {end.exit_code}, {end.reason}" if end.exit_code != NO_EXIT_CODE else end.reason
     return Fault("CrashLoop", f"Pod {pod.name} ended ({code}): {_words(end)}.")
 
 

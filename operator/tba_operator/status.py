@@ -26,6 +26,7 @@ from tba_operator.api import (
 from tba_operator.attempts import Course
 from tba_operator.faults import Fault, searcher_set
 from tba_operator.lifecycle import RESTARTING, Clock, Verdict, last_words
+from tba_operator.podstate import NO_EXIT_CODE
 from tba_operator.world import Observed, Pod
 
 Truth = Literal["True", "False", "Unknown"]
@@ -116,7 +117,7 @@ def trainer_status(job: Job, observed: Observed, course: Course) -> TrainerStatu
     end = attempts.last_end(observed)
     if end is not None:
         changes |= {
-            "last_exit_code": end[1].exit_code if end[1].exit_code != attempts.UNKNOWN_EXIT else None,
+            "last_exit_code": end[1].exit_code if end[1].exit_code != NO_EXIT_CODE else None,
             "last_reason": end[1].reason or None,
             "last_message": end[1].message[:_MAX_WORDS] or None,
         }

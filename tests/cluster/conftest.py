@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from support.kube_cluster import SCRIPTS, ClusterError, KubeCluster, only_session
+from support.tba_stack import Stack
 
+PREPARED = "tba-examples"
 FAILURES = SCRIPTS / ".failures"
 _failed = pytest.StashKey[bool]()
 
@@ -116,6 +118,33 @@ def shared_namespace(request, cluster) -> Iterator[str]:
         yield name
 
 
+@pytest.fixture(scope="session")
+def storage(cluster) -> Iterator[Stack]:
+    """MinIO in the cluster, by hack/minio.yaml; what it holds lasts for the session."""
+    stack = Stack(cluster)
+    stack.install_storage()
+    yield stack
+    stack.remove_storage()
+
+
+@pytest.fixture(scope="session")
+def base(storage) -> None:
+    """examples/arithmetic, prepared in the bucket by a Job of the workload image."""
+    storage.cluster.kubectl("create", "namespace", PREPARED)
+    try:
+        storage.prepare(PREPARED)
+    finally:
+        storage.cluster.kubectl("delete", "namespace", PREPARED, "--wait=false")
+
+
+@pytest.fixture(scope="module")
+def stack(storage) -> Iterator[Stack]:
+    """The operator by Helm, and storage."""
+    storage.install()
+    yield storage
+    storage.uninstall()
+
+
 @contextmanager
 def fresh_namespace(request: pytest.FixtureRequest, cluster: KubeCluster) -> Iterator[str]:
     """Named after the test or its module; what a failure leaves in it is saved first."""
@@ -126,6 +155,8 @@ def fresh_namespace(request: pytest.FixtureRequest, cluster: KubeCluster) -> Ite
     yield name
     if request.node.stash.get(_failed, False):
         cluster.save_namespace(name, FAILURES / name)
+    # First the jobs: a namespace waits for half the longest grace period that its pods were given.
+    cluster.kubectl("-n", name, "delete", "tbajobs", "--all", "--cascade=foreground", "--timeout=60s", check=False)
     cluster.kubectl("delete", "namespace", name, "--wait", "--timeout=90s")
 
 

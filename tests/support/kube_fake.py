@@ -1,6 +1,6 @@
 """An API server in memory: `KubeApi` with the behaviour that the controller relies on, and the levers to test it.
 
-What it does as a real one, tests/cluster/test_kubeapi.py compares (support/kube_contract.py). What it lacks: defaults,
+What it does as a real one, tests/cluster/test_kubeapi_contract.py compares (support/kube_contract.py). What it lacks: defaults,
 schemas, admission, controllers: tests play those with `put`, `edit`, `remove`, `fail` and `collect_garbage`.
 """
 

@@ -46,6 +46,16 @@ class Stack:
             *("--create-namespace", "--wait", "--timeout", "120s", *options),
         )
 
+    def uninstall(self) -> None:
+        """Operator and CRD go, and with it every job."""
+        self.cluster.helm("-n", OPERATOR_NAMESPACE, "uninstall", "tba", "--wait", "--ignore-not-found")
+        self.cluster.kubectl("delete", "crd", "tbajobs.tba.dev", "--ignore-not-found", "--timeout=60s")
+        self.cluster.kubectl("delete", "namespace", OPERATOR_NAMESPACE, "--ignore-not-found", "--timeout=60s")
+
+    def remove_storage(self) -> None:
+        """MinIO and all that it holds."""
+        self.cluster.kubectl("delete", "-f", str(ROOT / "hack/minio.yaml"), "--ignore-not-found", "--timeout=90s")
+
     def install_storage(self) -> None:
         """MinIO as a user has it, with the image that the tests built."""
         manifests = (ROOT / "hack/minio.yaml").read_text()

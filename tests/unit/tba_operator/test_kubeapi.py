@@ -1,4 +1,4 @@
-"""The port, the fake, and what the real adapter makes of answers; tests/cluster/test_kubeapi.py has a real server."""
+"""The port, the fake, and what the real adapter makes of answers; tests/cluster/test_kubeapi_contract.py has a real server."""
 
 import asyncio
 import json

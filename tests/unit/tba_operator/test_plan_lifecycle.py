@@ -148,7 +148,7 @@ def test_scale_and_its_selector_are_served():
     assert searcher.selector == "tba.dev/job-name=gsm8k,tba.dev/role=searcher"
 
 
-def test_a_managed_job_never_scales_below_what_its_autoscaler_remembers():
+def test_a_managed_job_starts_from_its_spec_and_leaves_it_to_the_user():
     autoscaling = {"mode": "Managed", "minReplicas": 2, "maxReplicas": 6}
     world = running(searcher={"replicas": 3, "autoscaling": autoscaling})
     assert world.status.searcher.desired_replicas == 3 and world.scaling.desired == 3
