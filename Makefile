@@ -10,7 +10,7 @@ NODES ?= 2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo demo-seeds test test-unit test-integration test-faults cluster-build cluster-images cluster-up cluster-down test-cluster model-check check lock format bench clean
+.PHONY: help demo demo-seeds test test-unit test-integration test-faults cluster-build cluster-images cluster-up cluster-down test-cluster test-cluster-faults model-check check lock format bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
@@ -51,7 +51,10 @@ cluster-images: cluster-build  ## this repository's images and those of its comp
 	tests/cluster/images/golden.sh tests/cluster/.golden tests/cluster/.images/operator.tar tests/cluster/.images/workload.tar
 
 test-cluster: $(VENV)/.dev cluster-images  ## the operator on a real cluster, as root; starts one unless `cluster-up` has
-	$(BIN)/python -m pytest tests/cluster -q
+	$(BIN)/python -m pytest tests/cluster -q -m "not faults"
+
+test-cluster-faults: $(VENV)/.dev cluster-images  ## what a cluster may do to a run, with the timeline (a quarter of an hour)
+	$(BIN)/python -m pytest tests/cluster -q -s -m faults
 
 model-check: $(VENV)/.dev  ## explore every interleaving and crash of the bucket protocol; prints the states
 	$(BIN)/python -m pytest tests/unit/protocol/test_model_check.py -q -s
@@ -101,7 +104,8 @@ $(UV):
 
 $(VENV)/.dev: requirements/dev.lock pyproject.toml | $(UV)
 	$(UV) venv -q --allow-existing --python $(PYTHON) $(VENV)
-	$(UV) pip sync -q --python $(BIN)/python --require-hashes requirements/dev.lock
+	# Compiled once: else every process of a test compiles torch and transformers anew where PYTHONDONTWRITEBYTECODE is set.
+	$(UV) pip sync -q --compile-bytecode --python $(BIN)/python --require-hashes requirements/dev.lock
 	$(UV) pip install -q --python $(BIN)/python --no-deps -e .
 	touch $@
 

@@ -285,7 +285,7 @@ RL = (
         own("faults/test_trainer_kills", "kills_of_searchers_at_random_lose_no_uploaded_row")
         + own(
             "integration/test_pod_processes",
-            "a_whole_run_with_mounted_prompts_and_reward_and_a_searcher_that_was_there_first",
+            "a_run_is_stopped_crashes_and_completes_with_mounted_inputs_and_a_searcher_that_was_there_first",
         )
         + own("unit/searcher/test_searcher_waits", "an_hour_without_a_trainer_is_no_reason_to_kill_a_searcher")
         + TIMELINE,

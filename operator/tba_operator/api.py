@@ -31,6 +31,9 @@ PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
 
 Role = Literal["trainer", "searcher"]
 
+_LAST_SECOND = 253_402_300_799.0
+"""Of the year 9999."""
+
 CONDITIONS = (
     "Suspended",
     "Admitted",
@@ -77,6 +80,8 @@ class TrainerStatus(Contract):
     """`failures` when the newest checkpoint was first seen; the difference is held against backoffLimit."""
     attempt_failures: int = 0
     """The share of `failures` that the newest attempt's Job has reported."""
+    attempt_uid: str | None = None
+    """UID of that Job: one made again under its name reports from 0."""
     checkpoint_step: int | None = None
     last_exit_code: int | None = None
     last_reason: str | None = None
@@ -240,5 +245,6 @@ def parse_time(text: str | None) -> float | None:
 
 
 def format_time(seconds: float) -> str:
-    """Unix seconds to RFC 3339, whole seconds, UTC."""
-    return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    """Unix seconds to RFC 3339, whole seconds, UTC; what is outside the years 1970 to 9999 is their nearest second."""
+    bounded = min(max(seconds, 0.0), _LAST_SECOND)
+    return datetime.fromtimestamp(int(bounded), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -21,6 +21,7 @@ RETRY_SECONDS: Mapping[ErrorKind, float] = {
     "NameConflict": 5.0,  # it may be a leftover of a deleted namesake that is being collected
     "NamespaceTerminating": 30.0,
     "Forbidden": 60.0,
+    "Unavailable": 30.0,
 }
 """When to try again what was refused, unless the job's generation changes before."""
 _WORKLOADS = ("Job", "StatefulSet")
@@ -61,21 +62,17 @@ class Applier:
 
         Raises: ApiError for what the queue retries: conflicts, a server that does not answer, a terminating namespace.
         """
-        outcome = Outcome({ref: refusal for ref, refusal in standing.items() if refusal.until > self._clock()})
-        wanted = [m for m in plan.apply if not self._is_held(outcome, ref_of(m))]
-        refused = await self._rehearse(plan.rehearse, wanted, outcome)
-        wanted = [m for m in wanted if ref_of(m) not in refused]
-        taken = await self._taken_names(job, wanted, children)
+        outcome = Outcome(self._still_standing(plan, standing))
+        await self._rehearse(plan.rehearse, self._tried(plan, outcome), outcome)
+        taken = await self._taken_names(job, self._tried(plan, outcome), children)
         for ref, error in taken.items():
             self._refuse(outcome, ref, error)
-        await self._apply(job, wanted, children, outcome)
+        await self._apply(job, plan, children, outcome)
         for scale in plan.scale:
             await self._api.scale(scale.ref, scale.replicas)
             outcome.writes += 1
         for delete in plan.delete:
-            await self._api.delete(
-                delete.ref, uid=delete.uid, grace_seconds=delete.grace_seconds, propagation=delete.propagation
-            )
+            await self._api.delete(delete.ref, uid=delete.uid, grace_seconds=delete.grace_seconds)
             self._recent.drop(job.key, delete.ref)
             outcome.writes += 1
         for manifest in plan.replace_status:
@@ -83,28 +80,45 @@ class Applier:
             outcome.writes += 1
         return outcome
 
-    async def write_status(self, key: tuple[str, str], uid: str, status: JobStatus) -> None:
-        """The whole status. A job that is gone, or a namesake in its place, is left alone."""
+    async def write_status(self, raw_job: Manifest, status: JobStatus) -> None:
+        """The whole status of this very version of the job: one that was made from an older one is never written.
+
+        A job that is gone is left alone. Raises: Conflict if it has changed meanwhile, or is a namesake.
+        """
+        metadata = {name: raw_job["metadata"][name] for name in ("namespace", "name", "resourceVersion")}
         manifest = {
             "apiVersion": f"{GROUP}/{VERSION}",
             "kind": KIND,
-            "metadata": {"namespace": key[0], "name": key[1], "uid": uid},  # the uid is a precondition
+            "metadata": metadata,
             "status": status.dump(),
         }
         try:
-            self._recent.put(key, await self._api.apply_status(manifest))
+            self._recent.put((metadata["namespace"], metadata["name"]), await self._api.apply_status(manifest))
         except NotFound:
             return
 
     async def tell(self, raw_job: Manifest, notes: tuple[Note, ...]) -> None:
         """Events about the job."""
         for note in notes:
-            await self._api.emit_event(raw_job, note.type, note.reason, note.action, note.message)
+            await self._api.emit_event(raw_job, note.type, note.reason, note.message)
 
     async def delete_job(self, job: Job) -> None:
         """The TBAJob itself, and through its owner references all of its children."""
         ref = Ref(f"{GROUP}/{VERSION}", KIND, job.namespace, job.name)
         await self._api.delete(ref, uid=job.uid)
+
+    def _still_standing(self, plan: Plan, standing: Mapping[Ref, Refusal]) -> dict[Ref, Refusal]:
+        """Refusals that hold yet. A plan leaves out a workload that was refused, but nothing else that is wanted."""
+        wanted = {ref_of(m) for m in plan.apply}
+        return {
+            ref: refusal
+            for ref, refusal in standing.items()
+            if refusal.until > self._clock() and (ref in wanted or ref.kind in _WORKLOADS)
+        }
+
+    def _tried(self, plan: Plan, outcome: Outcome) -> list[Manifest]:
+        """What is applied, as far as is known."""
+        return [m for m in plan.apply if not self._is_held(outcome, ref_of(m))]
 
     @staticmethod
     def _is_held(outcome: Outcome, ref: Ref) -> bool:
@@ -115,9 +129,8 @@ class Applier:
     def _refuse(self, outcome: Outcome, ref: Ref, error: ApplyError) -> None:
         outcome.refusals[ref] = Refusal(error, self._clock() + RETRY_SECONDS[error.kind])
 
-    async def _rehearse(self, pods: tuple[Manifest, ...], wanted: list[Manifest], outcome: Outcome) -> set[Ref]:
+    async def _rehearse(self, pods: tuple[Manifest, ...], wanted: list[Manifest], outcome: Outcome) -> None:
         """Create pods with dry-run: a StatefulSet or Job takes any template and fails later, where nobody looks."""
-        refused: set[Ref] = set()
         for pod in pods:
             stands_for = [ref_of(m) for m in wanted if m["kind"] in _WORKLOADS and _role(m) == _role(pod)]
             if not stands_for:
@@ -127,9 +140,6 @@ class Applier:
                 continue
             for ref in stands_for:
                 self._refuse(outcome, ref, error)
-                if error.kind == "InvalidPodTemplate":
-                    refused.add(ref)
-        return refused
 
     async def _rehearsal_error(self, pod: Manifest) -> ApplyError | None:
         try:
@@ -157,12 +167,10 @@ class Applier:
             if raw is not None and not is_owned(raw, job.uid)
         }
 
-    async def _apply(
-        self, job: Job, wanted: list[Manifest], children: Mapping[Ref, Manifest], outcome: Outcome
-    ) -> None:
-        for manifest in wanted:
+    async def _apply(self, job: Job, plan: Plan, children: Mapping[Ref, Manifest], outcome: Outcome) -> None:
+        for manifest in plan.apply:
             ref = ref_of(manifest)
-            if ref not in outcome.refusals or not self._is_held(outcome, ref):
+            if not self._is_held(outcome, ref):
                 await self._apply_one(job, manifest, children.get(ref), outcome)
             if ref.kind not in _WORKLOADS and ref in outcome.refusals:
                 return  # pods would start without it, or with somebody else's
@@ -179,6 +187,8 @@ class Applier:
             self._refuse(outcome, ref, ApplyError("Forbidden", f"{ref}: {error}"))
         else:
             self._recent.put(job.key, written)
+            if ref.kind not in _WORKLOADS:  # theirs is of their pods, which are created later
+                outcome.refusals.pop(ref, None)
             if before is None or version_of(before) != version_of(written):
                 outcome.writes += 1
             metadata = written["metadata"]

@@ -80,15 +80,20 @@ def attempts(observed: Observed) -> tuple[Attempt, ...]:
     return tuple(sorted((a for a in found if a is not None), key=lambda a: a.number))
 
 
-def course(job: Job, observed: Observed, now: float, *, inputs: str, running: bool) -> Course:
-    """The attempt that is wanted and what stands in its way. `inputs` is the hash of today's pod template."""
+def course(job: Job, observed: Observed, now: float, *, inputs: str | None, running: bool) -> Course:
+    """The attempt that is wanted and what stands in its way.
+
+    `inputs`: hash of today's pod template; null: none could be made now, so the one that is there is kept.
+    """
     jobs = attempts(observed)
     number = _wanted(job, observed, now, inputs, running)
     current = next((a for a in jobs if a.number == number), None)
     return Course(
         number=number,
         current=current,
-        waits_for=None if current is not None else _waits_for(jobs, trainer_pods(observed), observed, now),
+        waits_for=None
+        if current is not None
+        else _waits_for(jobs, (*trainer_pods(observed), *observed.strays), observed, now),
         drop=tuple(a for a in jobs if not a.deleting and _is_dropped(a, number, running, current is not None)),
         pod=_newest(pod for pod in trainer_pods(observed) if pod.attempt == number),
     )
@@ -128,6 +133,21 @@ def is_complete(observed: Observed) -> bool:
     return any(a.complete for a in attempts(observed)) or any(p.phase == "Succeeded" for p in trainer_pods(observed))
 
 
+def is_done(attempt: Attempt, observed: Observed) -> bool:
+    """Whether it makes no more pods: its pod may have succeeded a moment before the Job says so."""
+    succeeded = (pod.attempt for pod in trainer_pods(observed) if pod.phase == "Succeeded")
+    return attempt.over or attempt.number in succeeded
+
+
+def has_worked(job: Job, observed: Observed, since: float) -> bool:
+    """Whether a trainer that began after `since` (Unix seconds) shows that it was ready once, seen so or not."""
+    known = job.status.progress.step if job.status.progress is not None else 0
+    return any(
+        said.run_id and (said.state not in ("Starting", "Failed") or said.step > known)
+        for said in _words_of(observed, [pod for pod in trainer_pods(observed) if pod.created >= int(since)])
+    )
+
+
 def fatal(job: Job, observed: Observed) -> Failure | None:
     """The end of the newest attempt's Job that no other attempt would mend."""
     for attempt in attempts(observed):
@@ -140,17 +160,19 @@ def fatal(job: Job, observed: Observed) -> Failure | None:
 def tally(job: Job, observed: Observed, wanted: int) -> TrainerStatus:
     """Counters brought up to what Jobs and pods show. Doing it again changes nothing."""
     before = job.status.trainer
-    attempt, failures, seen = before.attempt, before.failures, before.attempt_failures
+    attempt, failures, seen, uid = before.attempt, before.failures, before.attempt_failures, before.attempt_uid
     for a in attempts(observed):
         if a.number < attempt:
             continue
-        if a.number > attempt:
+        if a.number > attempt or a.uid != (uid or a.uid):
             attempt, seen = a.number, 0
         failures += max(0, a.failed - seen)
-        seen = max(a.failed, seen)
+        seen, uid = max(a.failed, seen), a.uid or None
     if wanted > attempt:
-        attempt, seen = wanted, 0
-    counted = before.model_copy(update={"attempt": attempt, "failures": failures, "attempt_failures": seen})
+        attempt, seen, uid = wanted, 0, None
+    counted = before.model_copy(
+        update={"attempt": attempt, "failures": failures, "attempt_failures": seen, "attempt_uid": uid}
+    )
     step = max(_checkpoints(observed), default=None)
     if step is None or (before.checkpoint_step is not None and step <= before.checkpoint_step):
         return counted
@@ -191,16 +213,21 @@ def _is_fenced(job: Job, failure: Failure) -> bool:
 
 
 def _checkpoints(observed: Observed) -> Iterable[int]:
-    pods = trainer_pods(observed)
+    said = _words_of(observed, trainer_pods(observed))
+    return (p.checkpoint_step for p in said if p.checkpoint_step is not None)
+
+
+def _words_of(observed: Observed, pods: Iterable[Pod]) -> list[Progress]:
+    """What these pods say, or said last."""
     said = [voice(observed, pod) for pod in pods]
     said += [pod.ended.termination.progress for pod in pods if pod.ended and pod.ended.termination]
-    return (p.checkpoint_step for p in said if p is not None and p.checkpoint_step is not None)
+    return [progress for progress in said if progress is not None]
 
 
 # -- deciding
 
 
-def _wanted(job: Job, observed: Observed, now: float, inputs: str, running: bool) -> int:
+def _wanted(job: Job, observed: Observed, now: float, inputs: str | None, running: bool) -> int:
     number = job.status.trainer.attempt
     if job.finished:
         return number
@@ -213,12 +240,12 @@ def _wanted(job: Job, observed: Observed, now: float, inputs: str, running: bool
     return max(1, number) if running else number
 
 
-def _is_unfit(job: Job, attempt: Attempt, inputs: str, running: bool) -> bool:
+def _is_unfit(job: Job, attempt: Attempt, inputs: str | None, running: bool) -> bool:
     if attempt.complete:
         return False
     if attempt.failure is not None:
         return not running or _is_fenced(job, attempt.failure)
-    return not running or attempt.deleting or attempt.inputs != inputs
+    return not running or attempt.deleting or (inputs is not None and attempt.inputs != inputs)
 
 
 def _waits_for(jobs: tuple[Attempt, ...], pods: tuple[Pod, ...], observed: Observed, now: float) -> str | None:
@@ -233,7 +260,7 @@ def _waits_for(jobs: tuple[Attempt, ...], pods: tuple[Pod, ...], observed: Obser
 def _is_dropped(attempt: Attempt, number: int, running: bool, replaced: bool) -> bool:
     if attempt.complete or (attempt.number == number and running):
         return False
-    # The last one of a stopped or replaced attempt stays for its logs until the next is there.
+    # Of a job that goes on, one that is over stays for its logs until the next is there.
     return not running or not attempt.over or replaced
 
 

@@ -1,8 +1,9 @@
 """What the controller remembers of the cluster: what the watches showed, and its own writes until they show those."""
 
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
 
 from tba_operator.api import KIND
 from tba_operator.world import Manifest, Pod, Ref, ref_of
@@ -13,10 +14,48 @@ Key = tuple[str, str]
 RECENT_SECONDS = 10.0
 """How long an object as our own write left it is believed before a watch has confirmed it."""
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
+_SHARED_CHARS = 64
+"""Longer strings are seldom the same in two objects."""
+T = TypeVar("T")
+
+
+class Index(Mapping[Key, Collection[T]], Generic[T]):
+    """Objects by job. Each has one place, whatever its label said before."""
+
+    def __init__(self) -> None:
+        self._of: dict[Key, dict[str, T]] = {}
+        self._keys: dict[str, Key] = {}
+
+    def __getitem__(self, key: Key) -> Collection[T]:
+        return self._of[key].values()
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._of)
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def put(self, key: Key, uid: str, found: T) -> None:
+        """Add an object, or replace what was known of it."""
+        if self._keys.get(uid, key) != key:
+            self.drop(uid)
+        key = sys.intern(key[0]), sys.intern(key[1])
+        self._keys[uid] = key
+        self._of.setdefault(key, {})[uid] = found
+
+    def drop(self, uid: str) -> Key | None:
+        """Forget an object; the job that it belonged to, if it was known."""
+        key = self._keys.pop(uid, None)
+        if key is not None:
+            objects = self._of[key]
+            del objects[uid]
+            if not objects:
+                del self._of[key]
+        return key
 
 
 class Caches:
-    """What the watches hold, by job; without what is known to be gone."""
+    """What the watches hold, by job."""
 
     def __init__(
         self,
@@ -24,28 +63,25 @@ class Caches:
         children: Mapping[Key, Iterable[Manifest]],
         pods: Mapping[Key, Iterable[Pod]],
     ) -> None:
-        """kopf's indices fit."""
         self._jobs = jobs
         self._children = children
         self._pods = pods
-        self._buried: set[str] = set()
 
     def keys(self) -> list[Key]:
         """Every job."""
-        return [key for key in self._jobs if self.job(key) is not None]
+        return list(self._jobs)
 
     def job(self, key: Key) -> Manifest | None:
         """The job of that name; the newest, if another has just taken its place."""
-        found = [raw for raw in self._jobs.get(key, ()) if _uid(raw) not in self._buried]
-        return max(found, key=version_of, default=None)
+        return max(self._jobs.get(key, ()), key=version_of, default=None)
 
     def children(self, key: Key) -> list[Manifest]:
         """Objects labelled with the job's name, pods aside."""
-        return [raw for raw in self._children.get(key, ()) if _uid(raw) not in self._buried]
+        return list(self._children.get(key, ()))
 
     def pods(self, key: Key) -> list[Pod]:
         """Pods labelled with the job's name."""
-        return [pod for pod in self._pods.get(key, ()) if pod.uid not in self._buried]
+        return list(self._pods.get(key, ()))
 
     def keys_with_pods(self) -> list[Key]:
         """Jobs that have any."""
@@ -57,10 +93,6 @@ class Caches:
             return {pod.uid: key for key, pods in self._pods.items() for pod in pods}
         index = self._jobs if kind == KIND else self._children
         return {_uid(raw): key for key, found in index.items() for raw in found if raw["kind"] == kind}
-
-    def bury(self, uids: Iterable[str]) -> None:
-        """These are gone, whatever the indices hold."""
-        self._buried.update(uids)
 
 
 def _uid(raw: Manifest) -> str:
@@ -108,17 +140,29 @@ class RecentWrites:
 def trim(raw: Manifest) -> dict[str, Any]:
     """An object as kept in memory: without managedFields, and pod templates of StatefulSets and Jobs.
 
-    A template is compared by the hash in the object's annotation, so a cache of thousands need not hold it.
+    A template is compared by the hash in the object's annotation, so a cache of thousands need not hold it. Of a pod's
+    spec only its node is left.
     """
     metadata = {k: v for k, v in raw["metadata"].items() if k not in ("managedFields", "selfLink")}
     annotations = metadata.get("annotations")
     if annotations and _LAST_APPLIED in annotations:
         metadata["annotations"] = {k: v for k, v in annotations.items() if k != _LAST_APPLIED}
     kept = {**raw, "metadata": metadata}
-    if raw.get("kind") in ("StatefulSet", "Job"):
-        spec = raw.get("spec") or {}
+    kind, spec = raw.get("kind"), raw.get("spec") or {}
+    if kind in ("StatefulSet", "Job"):
         kept["spec"] = {k: v for k, v in spec.items() if k not in ("template", "volumeClaimTemplates")}
-    return kept
+    elif kind == "Pod":
+        kept["spec"] = {k: v for k, v in spec.items() if k == "nodeName"}
+    return _sharing(kept)
+
+
+def _sharing(value: Any) -> Any:
+    """A copy whose short strings are the same objects as those of others: every JSON document comes with its own."""
+    if isinstance(value, Mapping):
+        return {sys.intern(str(name)): _sharing(found) for name, found in value.items()}
+    if isinstance(value, list | tuple):
+        return [_sharing(found) for found in value]
+    return sys.intern(value) if type(value) is str and len(value) <= _SHARED_CHARS else value
 
 
 def version_of(raw: Manifest) -> int:

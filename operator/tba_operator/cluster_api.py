@@ -33,7 +33,6 @@ from tba_operator.kubeapi import (
     NotFound,
     NotLeading,
     Object,
-    Propagation,
     QuotaExceeded,
     Resource,
     TooManyRequests,
@@ -158,19 +157,15 @@ class ClusterApi:
             if not page:
                 return found
 
-    async def apply(self, manifest: Manifest, *, dry_run: bool = False) -> Object:
+    async def apply(self, manifest: Manifest) -> Object:
         """As `KubeApi`."""
         resource = Resource.of(manifest["apiVersion"], manifest["kind"])
         self.accesses.add(resource.access("create"))  # an apply may create
-        return await self._apply("apply", manifest, resource.access("patch"), manager=MANAGER, dry_run=dry_run)
+        return await self._apply("apply", manifest, resource.access("patch"), manager=MANAGER)
 
     async def apply_status(self, manifest: Manifest) -> Object:
         """As `KubeApi`."""
         resource = Resource.of(manifest["apiVersion"], manifest["kind"])
-        metadata = manifest["metadata"]
-        if "uid" in metadata and "resourceVersion" not in metadata:
-            # The server checks no uid in the status of a custom resource; a namesake has another version, though.
-            manifest = {**manifest, "metadata": {**metadata, "resourceVersion": await self._version_of(manifest)}}
         return await self._apply("apply_status", manifest, resource.access("patch", "status"), manager=STATUS_MANAGER)
 
     async def create(self, manifest: Manifest, *, dry_run: bool = False) -> Object:
@@ -210,12 +205,10 @@ class ClusterApi:
             field_manager=MANAGER,
         )
 
-    async def delete(
-        self, ref: Ref, *, uid: str, grace_seconds: int | None = None, propagation: Propagation = "Background"
-    ) -> None:
+    async def delete(self, ref: Ref, *, uid: str, grace_seconds: int | None = None) -> None:
         """As `KubeApi`."""
         resource = Resource.of(ref.api_version, ref.kind)
-        options: Object = {"preconditions": {"uid": uid}, "propagationPolicy": propagation}
+        options: Object = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
         if grace_seconds is not None:
             options["gracePeriodSeconds"] = grace_seconds
         path = resource.path(ref.namespace, ref.name)
@@ -224,9 +217,9 @@ class ClusterApi:
         except (NotFound, Conflict):
             return
 
-    async def emit_event(self, regarding: Mapping[str, Any], kind: str, reason: str, action: str, message: str) -> None:
+    async def emit_event(self, regarding: Mapping[str, Any], kind: str, reason: str, message: str) -> None:
         """As `KubeApi`."""
-        await self._events.emit(regarding, kind, reason, action, message)
+        await self._events.emit(regarding, kind, reason, message)
 
     async def has_kind(self, api_version: str, kind: str) -> bool:
         """As `KubeApi`."""
@@ -255,15 +248,6 @@ class ClusterApi:
                     raise Invalid(f"{pod}{path}: more than {limit} bytes")
             return bytes(body)
 
-    async def _version_of(self, manifest: Manifest) -> str:
-        ref, uid = ref_of(manifest), manifest["metadata"]["uid"]
-        found = await self.get(ref)
-        if found is None:
-            raise NotFound(f"{ref} is gone")
-        if found["metadata"]["uid"] != uid:
-            raise Conflict(f"{ref} has the uid {found['metadata']['uid']}, not {uid}: a namesake")
-        return found["metadata"]["resourceVersion"]
-
     async def _replace(self, verb: str, manifest: Manifest, manager: str, subresource: str = "") -> Object:
         ref = ref_of(manifest)
         resource = Resource.of(ref.api_version, ref.kind)
@@ -278,9 +262,7 @@ class ClusterApi:
             field_manager=manager,
         )
 
-    async def _apply(
-        self, verb: str, manifest: Manifest, access: Access, *, manager: str, dry_run: bool = False
-    ) -> Object:
+    async def _apply(self, verb: str, manifest: Manifest, access: Access, *, manager: str) -> Object:
         ref = ref_of(manifest)
         path = Resource.of(ref.api_version, ref.kind).path(ref.namespace, ref.name)
         return await self._call(
@@ -293,7 +275,6 @@ class ClusterApi:
             content_type="application/apply-patch+yaml",  # JSON is YAML
             field_manager=manager,
             force_conflicts=True,
-            dry_run="All" if dry_run else None,
         )
 
     async def _call(self, verb: str, kind: str, method: str, path: str, access: Access | None, **params: Any) -> Object:

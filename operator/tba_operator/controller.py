@@ -1,8 +1,9 @@
 """The controller while it leads: kopf's watches, workers on the queue, the progress poller, the resync.
 
-on.event ─┐
-progress ─┼─▶ queue ─▶ N workers ─▶ reconcile
-resync ───┘
+events of watches ─┐
+progress ──────────┼─▶ queue ─▶ N workers ─▶ reconcile
+resync ────────────┘
+Nothing enters the queue before all kinds were listed: a pass over half a view would tell of missing pods.
 """
 
 import asyncio
@@ -16,22 +17,21 @@ import kopf
 
 from tba_operator import handlers
 from tba_operator import log as events
-from tba_operator.api import JOB_LABEL
 from tba_operator.apply import Applier
-from tba_operator.caches import Caches, Key, RecentWrites
+from tba_operator.caches import Key, RecentWrites
 from tba_operator.kubeapi import (
     ApiError,
     Conflict,
     KubeApi,
     NamespaceTerminating,
-    NotFound,
     NotLeading,
     TooManyRequests,
 )
 from tba_operator.log import log
 from tba_operator.metrics import Metrics
+from tba_operator.mirror import Mirror, Stream
 from tba_operator.observe import Observer
-from tba_operator.progress import ProgressPoller, direct, ready_trainers, through_api
+from tba_operator.progress import ProgressPoller, direct, running_trainers, through_api
 from tba_operator.queue import WorkQueue
 from tba_operator.reconcile import Reconciler
 from tba_operator.streams import STALE_SECONDS, Streams
@@ -39,7 +39,6 @@ from tba_operator.world import Settings
 
 TERMINATING_SECONDS = 30.0
 """A namespace that goes away is asked again this often, and nothing is said about it."""
-VANISHED_RETRY_SECONDS = 5.0
 STOP_SECONDS = 3.0
 """How long work in hand, and then kopf, get to end."""
 
@@ -53,37 +52,35 @@ class Controller:
         self._metrics = metrics
         self._queue: WorkQueue[Key] = WorkQueue()
         self._recent = RecentWrites()
-        self._caches: asyncio.Future[Caches] = asyncio.get_running_loop().create_future()
-        self._listed_again: asyncio.Queue[handlers.Kind] = asyncio.Queue()
 
     async def run(self, spawned: Callable[[], None]) -> None:
         """Work until cancelled, or until the process has to start anew. `spawned`: kopf took the signal handlers."""
         kueue = await self._api.has_kind(handlers.WORKLOADS.api_version, handlers.WORKLOADS.kind)
         self._metrics.follow(queue_depth=lambda: self._queue.depth, leading=lambda: True)
-        async with self._watches(kueue, spawned) as watching, self._fetch_session() as session:
-            parts = self._parts(await self._caches, session, kueue)
+        mirror = Mirror(self._streams(kueue), self._queue.add)
+        async with self._watches(mirror, kueue, spawned) as watching, self._fetch_session() as session:
+            parts = self._parts(mirror, session, kueue)
             await self._until_one_ends([watching, *(asyncio.create_task(part) for part in parts)])
 
-    def _parts(self, caches: Caches, session: aiohttp.ClientSession, kueue: bool) -> list[Coroutine[Any, Any, None]]:
+    def _parts(self, mirror: Mirror, session: aiohttp.ClientSession, kueue: bool) -> list[Coroutine[Any, Any, None]]:
         fetch = through_api(self._api) if self._settings.progress_through_api else direct(session)
-        interval = self._settings.progress_seconds
-        poller = ProgressPoller(lambda: ready_trainers(caches), fetch, self._queue.add, interval_seconds=interval)
+        interval, caches = self._settings.progress_seconds, mirror.caches
+        poller = ProgressPoller(lambda: running_trainers(caches), fetch, self._queue.add, interval_seconds=interval)
         observer = Observer(self._api, caches, self._recent, poller, kueue=kueue)
         applier = Applier(self._api, self._recent)
         reconciler = Reconciler(observer, applier, self._recent, settings=self._settings, metrics=self._metrics)
         workers = [work(self._queue, reconciler.reconcile, self._metrics) for _ in range(self._settings.workers)]
-        return [*workers, poller.run(), self._resync(observer, kueue), self._bury(caches)]
+        return [*workers, _once_listed(mirror, poller.run), _once_listed(mirror, lambda: self._resync(observer, kueue))]
 
     @asynccontextmanager
-    async def _watches(self, kueue: bool, spawned: Callable[[], None]) -> AsyncIterator[asyncio.Task[None]]:
+    async def _watches(
+        self, mirror: Mirror, kueue: bool, spawned: Callable[[], None]
+    ) -> AsyncIterator[asyncio.Task[None]]:
         """kopf, embedded. Its own end, of an error, is the task's."""
-        by_plural = {kind.plural: kind for kind in handlers.kinds(kueue=kueue)}
-        streams = Streams(
-            self._metrics.watch_heard, lambda stream: self._listed_again.put_nowait(by_plural[stream.split()[0]])
-        )
-        for stream in self._stream_names(by_plural):
+        for stream in self._streams(kueue):
             self._metrics.watch_heard(stream)  # one that never begins must go stale too
-        registry = handlers.make_registry(self._queue.add, streams, self._caches.set_result, kueue=kueue)
+        streams = Streams(self._metrics.watch_heard, mirror.page)
+        registry = handlers.make_registry(mirror, streams, kueue=kueue)
         stop = asyncio.Event()
         others = asyncio.all_tasks()
         tasks = await kopf.spawn_tasks(
@@ -93,6 +90,8 @@ class Controller:
             clusterwide=not self._settings.watch_namespaces,
             namespaces=self._settings.watch_namespaces,
             stop_flag=stop,
+            # Else kopf asks for the name of the process's user, which a pod's UID has none of.
+            identity=self._settings.identity,  # pyright: ignore[reportArgumentType] (a NewType that kopf keeps to itself)
         )
         spawned()
         watching = asyncio.create_task(kopf.run_tasks(tasks, ignored=others))
@@ -102,9 +101,11 @@ class Controller:
             stop.set()
             await asyncio.wait({watching}, timeout=STOP_SECONDS)
 
-    def _stream_names(self, plurals: dict[str, handlers.Kind]) -> list[str]:
-        places = self._settings.watch_namespaces
-        return [f"{plural} in {place}" for plural in plurals for place in places] if places else list(plurals)
+    def _streams(self, kueue: bool) -> dict[str, Stream]:
+        kinds, places = handlers.kinds(kueue=kueue), self._settings.watch_namespaces
+        if not places:
+            return {kind.plural: Stream(kind.kind, None) for kind in kinds}
+        return {f"{kind.plural} in {place}": Stream(kind.kind, place) for kind in kinds for place in places}
 
     async def _until_one_ends(self, tasks: list[asyncio.Task[None]]) -> None:
         """Workers finish what they have in hand; nothing else has anything to finish."""
@@ -136,22 +137,6 @@ class Controller:
             except ApiError:
                 continue
 
-    async def _bury(self, caches: Caches) -> None:
-        """After a kind was listed again: forget what only the indices still have."""
-        while True:
-            kind = await self._listed_again.get()
-            try:
-                gone = await vanished(self._api, caches, kind, self._settings.watch_namespaces)
-            except ApiError:
-                await asyncio.sleep(VANISHED_RETRY_SECONDS)
-                self._listed_again.put_nowait(kind)
-                continue
-            if gone:
-                log.warning(events.OBJECTS_VANISHED, kind=kind.kind, count=len(gone))
-                caches.bury(gone)
-                for key in gone.values():
-                    self._queue.add(key)
-
     @staticmethod
     @asynccontextmanager
     async def _fetch_session() -> AsyncIterator[aiohttp.ClientSession]:
@@ -160,19 +145,9 @@ class Controller:
             yield session
 
 
-async def vanished(api: KubeApi, caches: Caches, kind: handlers.Kind, namespaces: tuple[str, ...]) -> dict[str, Key]:
-    """uid -> job of what the indices hold and the API server does not.
-
-    kopf indexes what a second list has and never removes what it lacks: an object that was deleted while no watch was
-    open would stay for ever. A uid that was indexed before a list and is not in it is gone; uids never return.
-    """
-    before = caches.uids(kind.kind)
-    selector = None if kind == handlers.JOBS else JOB_LABEL
-    alive: set[str] = set()
-    for namespace in namespaces or (None,):
-        items = await api.list(kind.api_version, kind.kind, namespace, label_selector=selector)
-        alive |= {item["metadata"]["uid"] for item in items}
-    return {uid: key for uid, key in before.items() if uid not in alive}
+async def _once_listed(mirror: Mirror, part: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    await mirror.complete.wait()
+    await part()
 
 
 async def work(
@@ -204,8 +179,8 @@ def _come_back(queue: WorkQueue[Key], key: Key, error: ApiError) -> None:
         queue.add(key, TERMINATING_SECONDS)
     elif isinstance(error, TooManyRequests):
         queue.add(key, error.retry_after)
-    elif isinstance(error, Conflict | NotFound):
-        queue.retry(key)  # somebody was faster, or the namespace has just gone: nothing to tell
+    elif isinstance(error, Conflict):
+        queue.retry(key)  # somebody was faster: nothing to tell
     else:
         wait = round(queue.retry(key), 2)
         log.warning(events.RECONCILE_FAILED, run=key[1], namespace=key[0], error=str(error), retry_seconds=wait)

@@ -6,6 +6,8 @@ from typing import Any
 
 _QUANTITIES = frozenset({"limits", "requests", "sizeLimit", "storage", "divisor", "capacity"})
 """Fields at or below which values are quantities: the API server may write them in another unit."""
+_SHARED = frozenset({"imagePullSecrets"})
+"""Lists to which a platform may add entries of its own: ours have to be among them."""
 _FACTORS = {
     **{suffix: Decimal(1024) ** n for n, suffix in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"), start=1)},
     **{suffix: Decimal(1000) ** n for n, suffix in enumerate(("k", "M", "G", "T", "P", "E"), start=1)},
@@ -18,8 +20,8 @@ _FACTORS = {
 def differs(desired: Any, observed: Any) -> bool:
     """True if `desired` is no part of `observed`.
 
-    Objects by subset, since the API server adds defaults; lists by element and length; quantities by value. What is
-    asked for empty or null may be absent.
+    Objects by subset, since the API server adds defaults; lists by element and length, pull secrets by subset too;
+    quantities by value. What is asked for empty or null may be absent.
     """
     return _differs(desired, observed, quantities=False)
 
@@ -55,9 +57,16 @@ def _differs(desired: Any, observed: Any, *, quantities: bool) -> bool:
 def _mapping_differs(desired: Mapping[str, Any], observed: Any, quantities: bool) -> bool:
     present = observed if observed is not None else {}
     return not isinstance(present, Mapping) or any(
-        _differs(value, present.get(name), quantities=quantities or name in _QUANTITIES)
+        _is_missing(value, present.get(name))
+        if name in _SHARED
+        else _differs(value, present.get(name), quantities=quantities or name in _QUANTITIES)
         for name, value in desired.items()
     )
+
+
+def _is_missing(desired: Sequence[Any], observed: Sequence[Any] | None) -> bool:
+    """Whether one of `desired` is not among `observed`."""
+    return not all(any(not differs(one, other) for other in observed or ()) for one in desired)
 
 
 def _sequence_differs(desired: Sequence[Any], observed: Any, quantities: bool) -> bool:

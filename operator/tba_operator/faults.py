@@ -19,9 +19,11 @@ ORDER = (
     "InvalidPodTemplate",
     "NameConflict",
     "Forbidden",
+    "WriteFailed",
     "QuotaExceeded",
     "SecretNotFound",
     "ConfigMapNotFound",
+    "ServiceAccountNotFound",
     "VolumeNotMounted",
     "ImagePullFailed",
     "OOMKilled",
@@ -55,9 +57,9 @@ _REFUSED_BY_KUBELET = frozenset({"CreateContainerConfigError", "CreateContainerE
 _QUOTA_REMEDY = (
     "The pods are created when there is room: raise the ResourceQuota, or lower spec.searcher.replicas or resources."
 )
-_NOT_FOUND = re.compile(r'(secret|configmap) "([^"]+)" not found', re.IGNORECASE)
+_NOT_FOUND = re.compile(r'(secret|configmap|serviceaccount) "([^"]+)" not found', re.IGNORECASE)
 _NO_KEY = re.compile(r"(?:find key \S+ in|references non-existent) (secret|configmap|config)\b", re.IGNORECASE)
-_WORDS = {"secret": "Secret", "configmap": "ConfigMap", "config": "ConfigMap"}
+_WORDS = {"secret": "Secret", "configmap": "ConfigMap", "config": "ConfigMap", "serviceaccount": "ServiceAccount"}
 _CAUSE = re.compile(r"^Back-off pulling image \"[^\"]+\"(?:: \w+: )?")
 _IMAGE = re.compile(r'image "([^"]+)"')
 
@@ -117,13 +119,20 @@ def _of_write(ref: Ref, error: ApplyError) -> Fault | None:
     if error.kind == "InvalidPodTemplate":
         role = _ROLES.get(ref.kind)
         remedy = f"Correct spec.{role} (podTemplate, env, resources)" if role else "Correct the spec"
-        return Fault("InvalidPodTemplate", f"{ref} was refused: {said}. {remedy}; that is tried when the spec changes.")
+        again = "it is tried again when the spec changes, and now and then in case a policy did"
+        return Fault("InvalidPodTemplate", f"{ref} was refused: {said}. {remedy}; {again}.")
     if error.kind == "QuotaExceeded":
         return Fault("QuotaExceeded", f"{ref} was refused: {said}. {_QUOTA_REMEDY}")
     if error.kind == "NameConflict":
         return Fault("NameConflict", f"{said}.")
     if error.kind == "Forbidden":
         return Fault("Forbidden", f"{ref} was refused: {said}. Give the controller's ServiceAccount the right to it.")
+    if error.kind == "Unavailable":
+        return Fault(
+            "WriteFailed",
+            f"The API server cannot do what the job needs: {said}. "
+            "It is tried again and again: look at its webhooks and at its own log.",
+        )
     return None  # a namespace that goes away takes the job with it
 
 
@@ -311,19 +320,25 @@ def _storage_fault(job: Job, what: str) -> Fault:
 
 
 def _missing(job: Job, message: str, pod: Pod | None = None) -> Fault | None:
-    """A Secret or ConfigMap, or a key in one, that a pod needs."""
+    """A Secret, ConfigMap or ServiceAccount, or a key in one of the first two, that a pod needs."""
     whose = f" that pod {pod.name} needs" if pod is not None else ""
     absent, keyless = _NOT_FOUND.search(message), _NO_KEY.search(message)
     if absent is not None:
         word = _WORDS[absent[1].lower()]
-        keys = _keys(job, word, absent[2])
-        with_keys = f" with {keys}" if keys else ""
-        said = f"{word} {job.namespace}/{absent[2]}{whose} does not exist. Create it{with_keys}"
+        said = f"{word} {job.namespace}/{absent[2]}{whose} does not exist. Create it{_remedy(job, word, absent[2])}"
         return Fault(f"{word}NotFound", f"{said}; the pod starts by itself then.")
     if keyless is not None:
         word = _WORDS[keyless[1].lower()]
         return Fault(f"{word}NotFound", f"A {word}{whose} lacks a key: {_sentence(message)}. Add the key to it.")
     return None
+
+
+def _remedy(job: Job, word: str, name: str) -> str:
+    """What goes on after `Create it`."""
+    if word == "ServiceAccount":
+        return " or correct workloadIdentity.serviceAccountName in spec.storage.credentials"
+    keys = _keys(job, word, name)
+    return f" with {keys}" if keys else ""
 
 
 def _keys(job: Job, word: str, name: str) -> str:

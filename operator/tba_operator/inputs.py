@@ -18,17 +18,20 @@ from tba_operator.api import Images, Job, Role
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where Kueue's flavors put a role."""
+    """Where Kueue puts a role: node labels and tolerations for its pods, and where these are from."""
 
     node_selector: Mapping[str, str] = field(default_factory=dict)
     tolerations: tuple[Mapping[str, Any], ...] = ()
+    flavors: tuple[str, ...] = ()
+    """Names of the ResourceFlavors that the role was given."""
+    updates: tuple[Mapping[str, Any], ...] = ()
+    """What admission checks added, as the Workload says it."""
 
 
 def trainer_inputs(job: Job, images: Images, placement: Placement | None = None) -> str:
     """Hash of what the trainer's pod template depends on; not of the attempt, nor of what only the Job reads."""
     inputs = _common_inputs(job, "trainer", images, placement) | {
-        "gpusPerNode": job.spec.trainer.gpus_per_node,
-        "engine": job.spec.searcher.engine.type,
+        "gpus": gpus_of(job, "trainer"),
         "tokens": {variable: ref.name for variable, ref in token_secrets(job).items()},
         "configMaps": [[ref.name, ref.key] for ref in data_config_maps(job)],
         "claims": data_claims(job),
@@ -146,6 +149,7 @@ def _common_inputs(job: Job, role: Role, images: Images, placement: Placement | 
         "secret": storage_secret(job, role),
         "serviceAccount": workload_identity(job, role),
         "ca": [ca.name, ca.key] if ca else None,
-        "nodeSelector": dict(placement.node_selector) if placement else None,
-        "tolerations": [dict(toleration) for toleration in placement.tolerations] if placement else None,
+        # Not what the flavors hold: an administrator who edits one must not restart every run that has it.
+        "flavors": list(placement.flavors) if placement else None,
+        "placementUpdates": [dict(update) for update in placement.updates] if placement else None,
     }

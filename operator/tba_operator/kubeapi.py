@@ -11,14 +11,13 @@ from uuid import uuid4
 
 import structlog
 
+from tba_operator.api import MANAGED_BY
 from tba_operator.world import Manifest, Ref, ref_of
 
 MANAGER = "tba-operator"
 STATUS_MANAGER = "tba-operator-status"
-REPORTING_CONTROLLER = "tba.dev/tbajob-controller"
 
 Object = dict[str, Any]
-Propagation = Literal["Background", "Foreground", "Orphan"]
 
 
 class ApiError(Exception):
@@ -87,7 +86,7 @@ class KubeApi(Protocol):
         """Objects of a kind; of all namespaces if none is given."""
         ...
 
-    async def apply(self, manifest: Manifest, *, dry_run: bool = False) -> Object:
+    async def apply(self, manifest: Manifest) -> Object:
         """Server-side apply as `tba-operator`; takes fields over from others.
 
         Raises: Conflict if a `metadata.uid` in it is not the object's.
@@ -97,8 +96,8 @@ class KubeApi(Protocol):
     async def apply_status(self, manifest: Manifest) -> Object:
         """Server-side apply of `status` as `tba-operator-status`; what it applied before and not now is removed.
 
-        A `metadata.uid` costs a read, unless there is a `metadata.resourceVersion` as well, which is as good and free.
-        Raises: Conflict if one of them is not the object's.
+        Raises: Conflict if a `metadata.resourceVersion` in it is not the newest. That tells a namesake apart too: the
+        server checks no uid in the status of a custom resource.
         """
         ...
 
@@ -118,13 +117,11 @@ class KubeApi(Protocol):
         """Write replicas through /scale."""
         ...
 
-    async def delete(
-        self, ref: Ref, *, uid: str, grace_seconds: int | None = None, propagation: Propagation = "Background"
-    ) -> None:
-        """Remove this very object; one that is gone, or another of that name, is left and no error."""
+    async def delete(self, ref: Ref, *, uid: str, grace_seconds: int | None = None) -> None:
+        """Remove this very object, what it owns in the background; one that is gone, or another of that name, is left and no error."""
         ...
 
-    async def emit_event(self, regarding: Mapping[str, Any], kind: str, reason: str, action: str, message: str) -> None:
+    async def emit_event(self, regarding: Mapping[str, Any], kind: str, reason: str, message: str) -> None:
         """An Event (`kind` Normal or Warning) about an object. The same within ten minutes is dropped. Never raises."""
         ...
 
@@ -217,7 +214,7 @@ class Events:
         self._create, self._instance, self._clock, self._wall = create, instance, clock, wall
         self._seen: dict[tuple[str, ...], float] = {}
 
-    async def emit(self, regarding: Mapping[str, Any], kind: str, reason: str, action: str, message: str) -> None:
+    async def emit(self, regarding: Mapping[str, Any], kind: str, reason: str, message: str) -> None:
         """As `KubeApi.emit_event`."""
         metadata = regarding["metadata"]
         if not self._is_new((metadata.get("uid", ""), metadata["name"], kind, reason, message)):
@@ -230,7 +227,7 @@ class Events:
             "eventTime": micro_time(self._wall()),
             "type": kind,
             "reason": reason,
-            "action": action,
+            "action": "Reconcile",
             "note": _shorten(message, self.MAX_NOTE_BYTES),
             "regarding": {
                 "apiVersion": ref.api_version,
@@ -239,7 +236,7 @@ class Events:
                 "name": ref.name,
                 "uid": metadata.get("uid", ""),
             },
-            "reportingController": REPORTING_CONTROLLER,
+            "reportingController": MANAGED_BY,
             "reportingInstance": self._instance,
         }
         try:

@@ -42,9 +42,11 @@ class Admission:
     message: str
     trainer: Placement | None = None
     searcher: Placement | None = None
-    """Both are set if admitted."""
+    """Both are set if admitted and placed."""
     searcher_count: int | None = None
     """At most so many searchers; null: not admitted."""
+    unplaced: str | None = None
+    """Why it is not known where new pods would go: none can be made, those that are there stay. Null: it is known."""
 
 
 # ── the Workload ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -101,13 +103,24 @@ def priority_class(job: Job) -> Ref | None:
     return None
 
 
-def refusal(job: Job, priority_class_found: Manifest | None) -> str | None:
-    """Why no Workload can be made yet; null: it can."""
+def refusal(job: Job, priority_class_found: Manifest | None, denied: Mapping[Ref, str]) -> str | None:
+    """Why no Workload can be made yet; null: it can. `denied`: what may not be read, and why."""
     named = priority_class(job)
     if named is None or priority_class_found is not None:
         return None
+    if named in denied:
+        return _without_right(denied[named])
     where = f"label {PRIORITY_LABEL}" if named.kind == "WorkloadPriorityClass" else "spec.runPolicy.priorityClassName"
     return f"{where}: there is no {named.kind} of that name, got {named.name}: create it or change the name"
+
+
+def flavor(name: str) -> Ref:
+    """A ResourceFlavor."""
+    return Ref(API_VERSION, "ResourceFlavor", "", name)
+
+
+def _without_right(told: str) -> str:
+    return f"{told}. Grant the operator this right: the chart's ClusterRole has it"
 
 
 def _pod_set(role: Role, template: Manifest, count: int, at_least: int | None = None) -> dict[str, Any]:
@@ -130,8 +143,18 @@ def _priority(found: Manifest | None) -> dict[str, Any]:
 # ── its admission ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def admission(found: Manifest | None, flavors: Mapping[str, Manifest] | None = None) -> Admission:
-    """What the Workload as read says. `flavors` are the ResourceFlavors that `flavor_names` of it lists."""
+def admission(
+    found: Manifest | None,
+    flavors: Mapping[str, Manifest] | None = None,
+    denied: Mapping[Ref, str] | None = None,
+    *,
+    started: bool = False,
+) -> Admission:
+    """What the Workload as read says. `flavors` are the ResourceFlavors that `flavor_names` of it lists.
+
+    `denied`: those of them that may not be read, and why. `started`: the job runs already; it does not stop for a
+    flavor that was removed or may not be read any more.
+    """
     if found is None:
         return Admission("Waiting", "The Workload is not there yet")
     if "deletionTimestamp" in found["metadata"]:
@@ -146,7 +169,10 @@ def admission(found: Manifest | None, flavors: Mapping[str, Manifest] | None = N
         return Admission("Waiting", told or f"Kueue has said nothing yet; is there a LocalQueue {_queue(found)}?")
     if not _is_true(found, "Admitted"):
         return Admission("Waiting", f"Quota is reserved; {_checks(found)}")
-    return _admitted(found, flavors or {})
+    unplaced = _unplaced(found, flavors or {}, denied or {})
+    if unplaced is not None and not started:
+        return Admission("Waiting", f"Admitted, but {unplaced}")
+    return _admitted(found, flavors or {}, unplaced)
 
 
 def flavor_names(found: Manifest | None) -> tuple[str, ...]:
@@ -163,7 +189,7 @@ def placement(flavors: Mapping[str, Manifest], names: tuple[str, ...]) -> Placem
         spec = flavors[name].get("spec") or {}
         selector |= spec.get("nodeLabels") or {}
         tolerations += [t for t in spec.get("tolerations") or () if t not in tolerations]
-    return Placement(selector, tuple(tolerations))
+    return Placement(selector, tuple(tolerations), names)
 
 
 def clamp(desired: int, found: Admission | None) -> tuple[int, str | None]:
@@ -177,18 +203,25 @@ def clamp(desired: int, found: Admission | None) -> tuple[int, str | None]:
     )
 
 
-def _admitted(found: Manifest, flavors: Mapping[str, Manifest]) -> Admission:
+def _unplaced(found: Manifest, flavors: Mapping[str, Manifest], denied: Mapping[Ref, str]) -> str | None:
     missing = [name for name in flavor_names(found) if name not in flavors]
-    if missing:
-        return Admission("Waiting", f"Admitted, but there is no ResourceFlavor {', '.join(missing)}: create it")
+    for name in missing:
+        if flavor(name) in denied:
+            return f"where to is unknown: {_without_right(denied[flavor(name)])}"
+    return f"there is no ResourceFlavor {', '.join(missing)}: create it" if missing else None
+
+
+def _admitted(found: Manifest, flavors: Mapping[str, Manifest], unplaced: str | None) -> Admission:
     searcher = _assignment(found, "searcher")
     planned = next((s.get("count", 1) for s in found["spec"]["podSets"] if s["name"] == "searcher"), 0)
+    stays = f"; pods that run go on, but none can be made: {unplaced}" if unplaced is not None else ""
     return Admission(
         "Admitted",
-        f"Admitted by ClusterQueue {found['status']['admission'].get('clusterQueue', '')}",
-        trainer=_placed(found, "trainer", flavors),
-        searcher=_placed(found, "searcher", flavors),
+        f"Admitted by ClusterQueue {found['status']['admission'].get('clusterQueue', '')}{stays}",
+        trainer=_placed(found, "trainer", flavors) if unplaced is None else None,
+        searcher=_placed(found, "searcher", flavors) if unplaced is None else None,
         searcher_count=searcher.get("count", planned),
+        unplaced=unplaced,
     )
 
 
@@ -196,12 +229,13 @@ def _placed(found: Manifest, role: Role, flavors: Mapping[str, Manifest]) -> Pla
     """Where the flavors put a role, and what admission checks add to that."""
     base = placement(flavors, _flavors(_assignment(found, role)))
     selector, tolerations = dict(base.node_selector), list(base.tolerations)
-    for check in found["status"].get("admissionChecks") or ():
-        for update in check.get("podSetUpdates") or ():
-            if update.get("name") == role:
-                selector |= update.get("nodeSelector") or {}
-                tolerations += [t for t in update.get("tolerations") or () if t not in tolerations]
-    return Placement(selector, tuple(tolerations))
+    checks = found["status"].get("admissionChecks") or ()
+    told = [update for check in checks for update in check.get("podSetUpdates") or () if update.get("name") == role]
+    updates = [{k: update[k] for k in ("nodeSelector", "tolerations") if update.get(k)} for update in told]
+    for update in updates:
+        selector |= update.get("nodeSelector") or {}
+        tolerations += [t for t in update.get("tolerations") or () if t not in tolerations]
+    return Placement(selector, tuple(tolerations), base.flavors, tuple(update for update in updates if update))
 
 
 def _assignment(found: Manifest, role: Role) -> Mapping[str, Any]:

@@ -67,7 +67,7 @@ class Election:
         *,
         namespace: str,
         identity: str,
-        name: str = "tba-operator",
+        name: str,
         timing: Timing = Timing(),
         wall: Callable[[], float] = time.time,
     ) -> None:

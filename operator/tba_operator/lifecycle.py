@@ -10,7 +10,7 @@ from typing import Literal
 
 from tba.contracts.job import RunPolicy
 from tba_operator import attempts
-from tba_operator.api import Job, JobStatus, TrainerStatus, format_time, parse_time
+from tba_operator.api import Job, TrainerStatus, format_time, parse_time
 from tba_operator.faults import Fault
 from tba_operator.world import Observed
 
@@ -39,13 +39,15 @@ class Clock:
     """The trainer has been ready since."""
 
 
-def clock(job: Job, now: float, *, running: bool, ready: bool) -> Clock:
+def clock(job: Job, observed: Observed, now: float, *, running: bool, ready: bool) -> Clock:
     """A job that stops loses its start; one that goes on gets another, as a batch/v1 Job does."""
     if not running:
         return Clock(None, False)
     before = job.status.condition("TrainerReady")
     was_ready = before is not None and (before.status == "True" or before.reason == RESTARTING)
-    return Clock(parse_time(job.status.start_time) or now, ready or was_ready)
+    started = parse_time(job.status.start_time) or now
+    # Nobody need have watched while it was ready: the controller may have been away.
+    return Clock(started, ready or was_ready or attempts.has_worked(job, observed, started))
 
 
 RESTARTING = "Restarting"
@@ -78,7 +80,7 @@ def expiry(job: Job) -> float | None:
     ttl = job.spec.run_policy.ttl_seconds_after_finished
     if ttl is None or not job.finished:
         return None
-    ended = parse_time(job.status.completion_time or _ended_at(job.status))
+    ended = parse_time(job.status.completion_time)
     return None if ended is None else ended + ttl
 
 
@@ -131,7 +133,3 @@ def _of_time(policy: RunPolicy, now: float, since: Clock, faults: Sequence[Fault
 
 def _said(trainer: TrainerStatus) -> str:
     return (trainer.last_message or "").rstrip(".")
-
-
-def _ended_at(status: JobStatus) -> str | None:
-    return next((c.last_transition_time for c in status.conditions if c.type in ("Complete", "Failed")), None)

@@ -26,23 +26,21 @@ def all_children(
     job: Job,
     settings: Settings,
     images: Images,
-    *,
-    replicas: int | None = None,
-    attempt: int = 1,
-    placement: Mapping[Role, Placement] | None = None,
 ) -> list[dict[str, Any]]:
-    """What a running job has, in the order of applying; Kueue's Workload is not among them."""
-    count = job.spec.searcher.replicas if replicas is None else replicas
-    places = placement or {}
-    budget = disruption_budget(job, count)
+    """What a running job begins with, in the order of applying; Kueue's Workload is not among them."""
+    count = job.spec.searcher.replicas
+    return [*furniture(job, settings, count), searcher_set(job, images, count), trainer_job(job, images, 1)]
+
+
+def furniture(job: Job, settings: Settings, replicas: int) -> list[dict[str, Any]]:
+    """Every child that makes no pod. `replicas`: what the StatefulSet is scaled to."""
+    budget = disruption_budget(job, replicas)
     return [
         config_map(job),
         *service_accounts(job, settings),
         *services(job),
         *network_policies(job, settings),
         *([budget] if budget else []),
-        searcher_set(job, images, count, places.get("searcher")),
-        trainer_job(job, images, attempt, places.get("trainer")),
     ]
 
 

@@ -6,6 +6,7 @@ Metric names are an API: add, do not rename. Series of a job exist from its firs
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import dataclass
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -13,9 +14,8 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from tba_operator.api import Job, JobStatus, parse_time
+from tba_operator.caches import Key
 
-Key = tuple[str, str]
-"""(namespace, name) of a TBAJob."""
 Probe = Callable[[], tuple[bool, str]]
 """(good, explanation)."""
 
@@ -53,7 +53,7 @@ class Metrics:
 
     def set_job(self, job: Job, status: JobStatus) -> None:
         """What is now known of a job; `status` replaces the job's own."""
-        self._jobs.known[job.key] = (job, status)
+        self._jobs.known[job.key] = _series_of(job, status)
 
     def forget(self, key: Key) -> None:
         """A job is gone: so are its series."""
@@ -92,11 +92,36 @@ class Metrics:
         return generate_latest(self.registry)
 
 
+@dataclass(frozen=True, slots=True)
+class _Series:
+    """What is kept of a job: a parsed one takes 29 KiB."""
+
+    about: tuple[str, ...]
+    """Phase, model, objective, engine."""
+    conditions: tuple[tuple[str, str], ...]
+    """(type, status)."""
+    result: str
+    seconds: float | None
+    """From start to end; null: not finished."""
+
+
+def _series_of(job: Job, status: JobStatus) -> _Series:
+    spec = job.spec
+    about = (status.phase or "", spec.model.uri, spec.objective.type, spec.searcher.engine.type)
+    started, ended = parse_time(status.start_time), parse_time(status.completion_time)
+    return _Series(
+        about=about,
+        conditions=tuple((found.type, found.status) for found in status.conditions),
+        result="Complete" if status.is_true("Complete") else "Failed",
+        seconds=ended - started if started is not None and ended is not None else None,
+    )
+
+
 class _Jobs:
     """Series made from the jobs at each scrape: none can be left over."""
 
     def __init__(self) -> None:
-        self.known: dict[Key, tuple[Job, JobStatus]] = {}
+        self.known: dict[Key, _Series] = {}
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         names = ["namespace", "name"]
@@ -109,16 +134,12 @@ class _Jobs:
         duration = GaugeMetricFamily(
             "tba_job_execution_duration_seconds", "Start to end of a finished TBAJob.", labels=[*names, "result"]
         )
-        for key, (job, status) in self.known.items():
-            spec = job.spec
-            about = [status.phase or "", spec.model.uri, spec.objective.type, spec.searcher.engine.type]
-            info.add_metric([*key, *about], 1)
-            for found in status.conditions:
-                condition.add_metric([*key, found.type, found.status], 1)
-            started, ended = parse_time(status.start_time), parse_time(status.completion_time)
-            if started is not None and ended is not None:
-                result = "Complete" if status.is_true("Complete") else "Failed"
-                duration.add_metric([*key, result], ended - started)
+        for key, series in self.known.items():
+            info.add_metric([*key, *series.about], 1)
+            for found in series.conditions:
+                condition.add_metric([*key, *found], 1)
+            if series.seconds is not None:
+                duration.add_metric([*key, series.result], series.seconds)
         yield from (info, condition, duration)
 
 

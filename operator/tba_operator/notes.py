@@ -61,7 +61,8 @@ def _of_queue(before: JobStatus, after: JobStatus) -> Iterator[Note]:
         return
     if now.status == "True" and (was is None or was.status != "True"):
         yield Note("Normal", "Admitted", now.message)
-    if now.status != "True" and was is not None and was.status == "True":
+    # The end of the job is told as such, and gives the quota back in any case.
+    if now.status != "True" and was is not None and was.status == "True" and now.reason != "Finished":
         yield Note("Warning", now.reason, now.message)
 
 

@@ -10,7 +10,7 @@ from tba_operator import kueue
 from tba_operator.api import ATTEMPT_LABEL, GROUP, JOB_LABEL, KIND, VERSION, Job, parse_time
 from tba_operator.caches import RECENT_SECONDS, Caches, Key, RecentWrites, is_owned, trim
 from tba_operator.kubeapi import Forbidden, KubeApi
-from tba_operator.podstate import STARTING, has_role, pod_of
+from tba_operator.podstate import STARTING, belongs_to, has_role, pod_of
 from tba_operator.world import Manifest, Observed, Pod, ProgressSample, Ref, ref_of
 
 STUCK_SECONDS = 10.0
@@ -21,6 +21,8 @@ CLUSTER_SECONDS = 60.0
 """Kueue's flavors and priority classes are read at most this often."""
 CREATE_FAILURE_SECONDS = 1200.0
 """Events of failed creations stay true this long: the StatefulSet controller backs off up to 1000 s."""
+STRAY_SECONDS = 30.0
+"""A pod that is only waited for is looked at this often: whether its node is lost, no watch tells."""
 
 
 class ProgressSource(Protocol):
@@ -41,8 +43,10 @@ class View:
 
 @dataclass(slots=True)
 class _Events:
-    listed: float
+    until: float
+    """When they are listed anew, Unix seconds."""
     items: Sequence[Manifest]
+    """Oldest first."""
 
 
 class Observer:
@@ -91,8 +95,8 @@ class Observer:
         newest = {ref: self._recent.newest(job.key, ref, cached.get(ref)) for ref in refs}
         unconfirmed = any(found is not None and found is not cached.get(ref) for ref, found in newest.items())
         children = {ref: found for ref, found in newest.items() if found is not None and is_owned(found, job.uid)}
-        pods = tuple(pod for pod in self._caches.pods(job.key) if _is_of(pod, job))
-        return await self._completed(job, children, pods, RECENT_SECONDS if unconfirmed else None)
+        again = RECENT_SECONDS if unconfirmed else None
+        return await self._completed(job, children, self._caches.pods(job.key), again)
 
     async def live_view(self, job: Job) -> View:
         """As `view`, with pods and trainer Jobs read from the API server now: for steps that cannot be taken back."""
@@ -104,14 +108,17 @@ class Observer:
         for raw in raw_jobs:
             if is_owned(raw, job.uid):
                 children[Ref("batch/v1", "Job", namespace, raw["metadata"]["name"])] = trim(raw)
-        pods = tuple(pod for raw in raw_pods if has_role(raw) and _is_of(pod := pod_of(raw), job))
-        return await self._completed(job, children, pods, cached.look_again_seconds)
+        found = [pod_of(raw) for raw in raw_pods if has_role(raw)]
+        return await self._completed(job, children, found, cached.look_again_seconds)
 
     async def _completed(
-        self, job: Job, children: Mapping[Ref, Manifest], pods: tuple[Pod, ...], again: float | None
+        self, job: Job, children: Mapping[Ref, Manifest], labelled: Sequence[Pod], again: float | None
     ) -> View:
         now = self._clock()
+        pods = tuple(pod for pod in labelled if _is_of(pod, job))
+        strays = tuple(p for p in labelled if p.role == "trainer" and not p.over and not _is_of(p, job))
         waits = [again] if again is not None else []
+        waits += [STRAY_SECONDS] if strays else []
         pods, wait = await self._explain_stuck(job.namespace, pods, now)
         waits += [wait] if wait is not None else []
         failures, wait = await self._create_failures(job.namespace, children, pods, now)
@@ -121,32 +128,47 @@ class Observer:
             children=children,
             pods=tuple(sorted(pods, key=lambda pod: (pod.created, pod.name))),
             progress=self._progress.sample(job.key, trainers),
-            not_ready_nodes=await self._not_ready_nodes(pods, now),
+            strays=strays,
+            not_ready_nodes=await self._not_ready_nodes((*pods, *strays), now),
             create_failures=failures,
             kueue=self._kueue,
         )
         if self._kueue and job.queue is not None:
             observed = await self._with_queue(job, observed, now)
+            waits += [CLUSTER_SECONDS] if observed.denied else []
         return View(observed, min(waits, default=None))
 
     async def _with_queue(self, job: Job, observed: Observed, now: float) -> Observed:
         workload = next((child for ref, child in observed.children.items() if ref.kind == "Workload"), None)
-        names = kueue.flavor_names(workload)
-        found = {
-            name: await self._of_cluster(Ref(kueue.API_VERSION, "ResourceFlavor", "", name), now) for name in names
-        }
         named = kueue.priority_class(job)
+        flavors = {name: kueue.flavor(name) for name in kueue.flavor_names(workload)}
+        found: dict[Ref, Manifest] = {}
+        denied: dict[Ref, str] = {}
+        for ref in [*flavors.values(), *([named] if named is not None else [])]:
+            try:
+                if (known := await self._of_cluster(ref, now)) is not None:
+                    found[ref] = known
+            except Forbidden as error:
+                denied[ref] = str(error)
         return replace(
             observed,
-            flavors={name: flavor for name, flavor in found.items() if flavor is not None},
-            priority_class=None if named is None else await self._of_cluster(named, now),
+            flavors={name: found[ref] for name, ref in flavors.items() if ref in found},
+            priority_class=None if named is None else found.get(named),
+            denied=denied,
         )
 
     async def _of_cluster(self, ref: Ref, now: float) -> Manifest | None:
-        """An object that seldom changes and all jobs share; one that is not there is looked for every time."""
+        """An object that seldom changes and all jobs share; one that is not there is looked for every time.
+
+        Raises: Forbidden if it has never been read; what is known of it is not forgotten with the right to read it.
+        """
         read, known = self._cluster.get(ref, (0.0, None))
         if known is None or now - read > CLUSTER_SECONDS:
-            known = await self._api.get(ref)
+            try:
+                known = await self._api.get(ref)
+            except Forbidden:
+                if known is None:
+                    raise
             self._cluster[ref] = (now, known)
         return known
 
@@ -161,7 +183,8 @@ class Observer:
         if not stuck:
             return pods, STUCK_SECONDS
         told: dict[str, str] = {}
-        for event in await self._list_events(namespace, "FailedMount", now):
+        events = await self._list_events(namespace, "FailedMount", now)
+        for event in events.items:
             told[_regarding(event).get("uid", "")] = event.get("message", "")  # oldest first: the newest stays
         explained = tuple(
             replace(pod, waiting_reason="FailedMount", waiting_message=told[pod.uid])
@@ -169,36 +192,44 @@ class Observer:
             else pod
             for pod in pods
         )
-        return explained, 2 * EVENTS_SECONDS
+        return explained, events.until - now
 
     async def _create_failures(
         self, namespace: str, children: Mapping[Ref, Manifest], pods: tuple[Pod, ...], now: float
     ) -> tuple[tuple[str, ...], float | None]:
         """Quota and admission refuse pods with nothing but an event of the StatefulSet or Job."""
-        missing = {child["metadata"]["uid"] for ref, child in children.items() if _lacks_pods(ref, child, pods)}
+        # What failed before the newest pod was created has been mended since.
+        missing = {
+            child["metadata"]["uid"]: max(_newest_of(ref, pods), now - CREATE_FAILURE_SECONDS)
+            for ref, child in children.items()
+            if _lacks_pods(ref, child, pods)
+        }
         if not missing:
             return (), None
         found: dict[str, str] = {}
-        for event in await self._list_events(namespace, "FailedCreate", now):
+        events = await self._list_events(namespace, "FailedCreate", now)
+        for event in events.items:
             about = _regarding(event).get("uid", "")
-            if about in missing and now - _event_time(event) < CREATE_FAILURE_SECONDS:
+            if about in missing and _event_time(event) >= missing[about]:
                 found[about] = event.get("message", "")
-        return tuple(sorted(set(found.values()))), 2 * EVENTS_SECONDS
+        return tuple(sorted(set(found.values()))), events.until - now
 
-    async def _list_events(self, namespace: str, reason: str, now: float) -> Sequence[Manifest]:
+    async def _list_events(self, namespace: str, reason: str, now: float) -> _Events:
         """Events of a namespace by reason, oldest first; one listing serves all jobs for a while."""
         place = (namespace, reason)
         async with self._listing.setdefault(place, asyncio.Lock()):
             known = self._events.get(place)
-            if known is not None and now - known.listed < EVENTS_SECONDS:
-                return known.items
+            if known is not None and now < known.until:
+                return known
             try:
                 items = await self._api.list("v1", "Event", namespace=namespace, field_selector=f"reason={reason}")
             except Forbidden:
                 items = []  # the pods' own state still tells most
-            items = sorted(items, key=_event_time)
-            self._events[place] = _Events(now, items)
-            return items
+            # Of namespaces that nobody asks about any more nothing is kept.
+            self._events = {of: listed for of, listed in self._events.items() if now < listed.until}
+            self._listing = {of: lock for of, lock in self._listing.items() if lock.locked() or of in self._events}
+            listed = self._events[place] = _Events(now + EVENTS_SECONDS, sorted(items, key=_event_time))
+            return listed
 
     async def _not_ready_nodes(self, pods: tuple[Pod, ...], now: float) -> frozenset[str]:
         """Only of pods that should have been gone: a Node is read live, since nothing watches nodes."""
@@ -223,8 +254,8 @@ def _job_ref(key: Key) -> Ref:
 
 
 def _is_of(pod: Pod, job: Job) -> bool:
-    """A pod older than the job is a leftover of a deleted namesake."""
-    return pod.created >= job.created
+    """A pod older than the job is a leftover of a deleted namesake; one of no workload of ours is a copy, say."""
+    return pod.created >= job.created and belongs_to(pod, job.name)
 
 
 def _is_starting(pod: Pod) -> bool:
@@ -247,6 +278,11 @@ def _lacks_pods(ref: Ref, child: Manifest, pods: tuple[Pod, ...]) -> bool:
         )
         return not ended and not any(pod.role == "trainer" and str(pod.attempt) == attempt for pod in pods)
     return False
+
+
+def _newest_of(ref: Ref, pods: tuple[Pod, ...]) -> float:
+    """When the newest pod of a workload was created, Unix seconds; 0: it has none."""
+    return max((pod.created for pod in pods if pod.owner == f"{ref.kind}/{ref.name}"), default=0.0)
 
 
 def _regarding(event: Manifest) -> Mapping[str, Any]:

@@ -26,9 +26,10 @@ from dataclasses import dataclass, field
 
 from tba_operator import kueue, lifecycle, manifests, scaling
 from tba_operator.api import INPUTS_ANNOTATION, MANAGED_BY, Images, Job, JobStatus
-from tba_operator.attempts import LOST_SECONDS, Attempt, attempts, course, is_lost
+from tba_operator.attempts import LOST_SECONDS, Attempt, attempts, course, is_done, is_lost
 from tba_operator.drift import differs
 from tba_operator.faults import UNSCHEDULABLE_SECONDS, faults, searcher_set
+from tba_operator.inputs import Placement
 from tba_operator.kueue import Admission
 from tba_operator.notes import notes
 from tba_operator.status import Findings, Is, compose, invalid, is_written, living, trainer_status
@@ -126,10 +127,11 @@ def _examine(job: Job, observed: Observed, now: float, settings: Settings) -> _C
     admission = _admission(job, observed)
     running = not job.finished and not job.spec.suspend and (admission is None or admission.state == "Admitted")
     resolved, images = _images(job, settings)
-    inputs = manifests.trainer_inputs(job, images, admission.trainer if admission else None)
+    placed = _unplaced(admission) is None
+    inputs = manifests.trainer_inputs(job, images, admission.trainer if admission else None) if placed else None
     trainer = course(job, observed, now, inputs=inputs, running=running)
     counted = trainer_status(job, observed, trainer)
-    since = lifecycle.clock(job, now, running=running, ready=counted.ready)
+    since = lifecycle.clock(job, observed, now, running=running, ready=counted.ready)
     wrong = faults(job, observed, now, images=images, course=trainer, running=running)
     searchers = _searchers(job, observed, now, running=running, admission=admission)
     found = Findings(
@@ -167,8 +169,15 @@ def _admission(job: Job, observed: Observed) -> Admission | None:
         message = f"Queue {job.queue} is asked for, but the cluster has no Kueue: install it, or remove the queue label"
         return Admission("Waiting", message)
     found = _workload(observed)
-    refusal = kueue.refusal(job, observed.priority_class) if found is None else None
-    return Admission("Waiting", refusal) if refusal is not None else kueue.admission(found, observed.flavors)
+    refusal = kueue.refusal(job, observed.priority_class, observed.denied) if found is None else None
+    if refusal is not None:
+        return Admission("Waiting", refusal)
+    started = job.status.start_time is not None
+    return kueue.admission(found, observed.flavors, observed.denied, started=started)
+
+
+def _unplaced(admission: Admission | None) -> str | None:
+    return admission.unplaced if admission is not None else None
 
 
 def _admitted(job: Job, admission: Admission | None) -> Is | None:
@@ -217,14 +226,7 @@ def _act(case: _Case, status: JobStatus) -> _Actions:
 def _keep_furniture(case: _Case, actions: _Actions) -> None:
     """Everything that is no pod."""
     job, observed = case.job, case.observed
-    budget = manifests.disruption_budget(job, case.searchers.desired)
-    wanted = [
-        manifests.config_map(job),
-        *manifests.service_accounts(job, case.settings),
-        *manifests.services(job),
-        *manifests.network_policies(job, case.settings),
-        *([budget] if budget is not None else []),
-    ]
+    wanted = manifests.furniture(job, case.settings, case.searchers.desired)
     actions.apply += [manifest for manifest in wanted if _is_due(manifest, case)]
     kept = {ref_of(manifest) for manifest in wanted}
     actions.delete += [
@@ -262,7 +264,7 @@ def _keep_workload(case: _Case, actions: _Actions) -> None:
 def _new_workload(case: _Case, current: Manifest | None) -> Manifest | None:
     """Null: what it refers to is missing, as Admitted says."""
     job, priority = case.job, case.observed.priority_class
-    if kueue.refusal(job, priority) is not None:
+    if kueue.refusal(job, priority, case.observed.denied) is not None:
         return None
     count = kueue.wanted_searchers(job)
     trainer = manifests.trainer_job(job, case.images, 1)["spec"]["template"]
@@ -287,9 +289,11 @@ def _keep_searchers(case: _Case, actions: _Actions) -> None:
     found, desired = searcher_set(case.observed), case.searchers.desired
     if found is not None and _is_going(found):
         return
+    if _unplaced(case.admission) is not None:
+        desired = min(desired, _replicas(found))
     placement = case.admission.searcher if case.admission else None
-    stale = found is None or _inputs(found) != manifests.searcher_inputs(case.job, case.images, placement)
-    if stale and desired > 0 and case.images.searcher:
+    stale = _is_stale(found, case, placement)
+    if stale and desired > 0 and case.images.searcher and _unplaced(case.admission) is None:
         manifest = manifests.searcher_set(case.job, case.images, desired, placement)
         if _try(manifest, case, actions):
             return
@@ -297,10 +301,20 @@ def _keep_searchers(case: _Case, actions: _Actions) -> None:
         actions.scale.append(Scale(ref_of(found), desired))
 
 
+def _is_stale(found: Manifest | None, case: _Case, placement: Placement | None) -> bool:
+    """Whether the searchers need another template."""
+    if found is None:
+        return True
+    if case.admission is not None and _replicas(found) == 0:
+        return True  # a flavor may have been edited since the last pod, and there is none that could be rolled
+    return _inputs(found) != manifests.searcher_inputs(case.job, case.images, placement)
+
+
 def _keep_trainer(case: _Case, actions: _Actions) -> None:
     trainer = case.found.course
     actions.delete += [_removal(attempt) for attempt in trainer.drop]
-    if case.found.running and trainer.current is None and trainer.waits_for is None and case.images.trainer:
+    may_be_made = trainer.waits_for is None and _unplaced(case.admission) is None
+    if case.found.running and trainer.current is None and may_be_made and case.images.trainer:
         placement = case.admission.trainer if case.admission else None
         _try(manifests.trainer_job(case.job, case.images, trainer.number, placement), case, actions)
 
@@ -325,10 +339,11 @@ def _remove_lost_searchers(case: _Case, actions: _Actions) -> None:
 
 def _clean_up(case: _Case, actions: _Actions) -> None:
     """What becomes of the children of a finished job. Nothing is ever made anew."""
-    policy, found = case.job.spec.run_policy.cleanup_policy, searcher_set(case.observed)
+    policy, observed = case.job.spec.run_policy.cleanup_policy, case.observed
+    found = searcher_set(observed)
     if policy != "None":
-        there = [attempt for attempt in attempts(case.observed) if not attempt.deleting]
-        actions.delete += [_removal(attempt) for attempt in there if policy == "All" or not attempt.over]
+        there = [attempt for attempt in attempts(observed) if not attempt.deleting]
+        actions.delete += [_removal(a) for a in there if policy == "All" or not is_done(a, observed)]
     if found is not None and not _is_going(found):
         if policy == "All":
             actions.delete.append(Delete(ref_of(found), _uid(found)))

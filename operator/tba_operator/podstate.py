@@ -20,6 +20,13 @@ def has_role(raw: Manifest) -> bool:
     return (raw["metadata"].get("labels") or {}).get(ROLE_LABEL) in naming.CONTAINER
 
 
+def belongs_to(pod: Pod, job: str) -> bool:
+    """Whether a pod's controller is the workload that its labels tell of: labels alone are easily copied."""
+    if pod.role == "searcher":
+        return pod.owner == f"StatefulSet/{naming.role_name(job, 'searcher')}"
+    return pod.attempt is not None and pod.owner == f"Job/{naming.trainer_job(job, pod.attempt)}"
+
+
 def pod_of(raw: Manifest) -> Pod:
     """A pod as the API server holds it (`has_role`) into what decisions need."""
     metadata, status = raw["metadata"], raw.get("status") or {}
@@ -50,11 +57,13 @@ def pod_of(raw: Manifest) -> Pod:
         unschedulable_since=parse_time(scheduled.get("lastTransitionTime")) if unschedulable else None,
         waiting_reason=waiting[0] if waiting else None,
         waiting_message=waiting[1] if waiting else None,
-        restarts=own.get("restartCount", 0),
         disrupted=conditions.get("DisruptionTarget", {}).get("status") == "True",
         ended=ended,
         last_ended=last_ended,
         revision=labels.get("controller-revision-hash"),
+        owner=next(
+            (f"{o['kind']}/{o['name']}" for o in metadata.get("ownerReferences") or () if o.get("controller")), None
+        ),
     )
 
 
@@ -90,7 +99,7 @@ def _ends(own: Mapping[str, Any], status: Mapping[str, Any], *, over: bool) -> t
         return _ended(now), _ended(before)
     # Evicted, refused by its node, or stopped by an init container: the pod itself has the words, if any.
     reason = status.get("reason", "Error")
-    return _failed_init(status) or Ended(NO_EXIT_CODE, reason, status.get("message", ""), None, None), None
+    return _failed_init(status) or Ended(NO_EXIT_CODE, reason, status.get("message", ""), None), None
 
 
 def _failed_init(status: Mapping[str, Any]) -> Ended | None:
@@ -101,7 +110,7 @@ def _failed_init(status: Mapping[str, Any]) -> Ended | None:
             if end and end.get("exitCode", 0) != 0 and not container.get("ready"):
                 told = end.get("message") or f"exit code {end['exitCode']}"
                 message = f"init container {container['name']}: {told}"[-MAX_MESSAGE_CHARS:]
-                return Ended(NO_EXIT_CODE, end.get("reason", "Error"), message, None, parse_time(end.get("finishedAt")))
+                return Ended(NO_EXIT_CODE, end.get("reason", "Error"), message, None)
     return None
 
 
@@ -115,5 +124,4 @@ def _ended(state: Mapping[str, Any] | None) -> Ended | None:
         reason=state.get("reason", ""),
         message=termination.message if termination else text[-MAX_MESSAGE_CHARS:],
         termination=termination,
-        finished=parse_time(state.get("finishedAt")),
     )

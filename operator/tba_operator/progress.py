@@ -1,7 +1,7 @@
 """Reads the trainers' /progress, each in turn, and wakes the jobs whose progress changed.
 
 every max(progress_seconds, running jobs ÷ 10) a job ──▶ GET POD_IP:8080/progress ──▶ sample ──changed──▶ queue
-a trainer that just got ready ──▶ at once
+a trainer that just started ──▶ at once
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from tba.contracts.history import Progress
 from tba_operator.caches import Caches, Key
 from tba_operator.kubeapi import ApiError, KubeApi
 from tba_operator.naming import HTTP_PORT
+from tba_operator.podstate import belongs_to
 from tba_operator.world import Pod, ProgressSample, Ref
 
 MAX_BYTES = 65536
@@ -116,13 +117,14 @@ class ProgressPoller:
             self._changed(key)
 
 
-def ready_trainers(caches: Caches) -> dict[Key, Pod]:
-    """The trainers that can be asked; the newest of each job."""
+def running_trainers(caches: Caches) -> dict[Key, Pod]:
+    """The trainers that can be asked; the newest of each job. One that is not ready yet tells what it waits for."""
     found: dict[Key, Pod] = {}
     for key in caches.keys_with_pods():
-        ready = [p for p in caches.pods(key) if p.role == "trainer" and p.phase == "Running" and p.ready and p.ip]
-        if ready:
-            found[key] = max(ready, key=lambda pod: pod.created)
+        trainers = [p for p in caches.pods(key) if p.role == "trainer" and belongs_to(p, key[1])]
+        running = [p for p in trainers if p.phase == "Running" and p.ip]
+        if running:
+            found[key] = max(running, key=lambda pod: pod.created)
     return found
 
 

@@ -6,21 +6,25 @@ job ─▶ view of the cluster ─▶ plan ──nothing that cannot be taken ba
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from tba_operator import log as events
-from tba_operator.api import MANAGED_BY, InvalidJob, Job, JobStatus, parse_job
-from tba_operator.apply import Applier, Outcome, Refusal
+from tba_operator.api import GROUP, KIND, MANAGED_BY, VERSION, InvalidJob, Job, JobStatus, parse_job
+from tba_operator.apply import RETRY_SECONDS, Applier, Outcome, Refusal
 from tba_operator.caches import Key, RecentWrites
+from tba_operator.kubeapi import ApiError, Conflict, Forbidden, NamespaceTerminating, NotLeading, TooManyRequests
 from tba_operator.log import log
 from tba_operator.metrics import Metrics
 from tba_operator.observe import Observer, View
 from tba_operator.plan import plan as make_plan
 from tba_operator.plan import plan_invalid
-from tba_operator.world import Manifest, Observed, Plan, Ref, ScalingMemory, Settings, ref_of
+from tba_operator.world import ApplyError, Manifest, Note, Observed, Plan, Ref, ScalingMemory, Settings, ref_of
 
 STALE_SECONDS = 1.0
 """Before the next pass over a job whose watch is behind."""
+TRIES_BEFORE_TOLD = 5
+"""Failed passes in a row, some seconds, before the job's status tells: a server that restarts is no news."""
 
 
 @dataclass(slots=True)
@@ -32,6 +36,8 @@ class _Memory:
     refusals: dict[Ref, Refusal] = field(default_factory=dict)
     accepted: dict[Ref, tuple[str, int]] = field(default_factory=dict)
     scaling: ScalingMemory | None = None
+    failures: int = 0
+    """Passes in a row that the API server failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +116,7 @@ class Reconciler:
 
     async def _act(self, made: _Pass, memory: _Memory) -> float | None:
         job, observed = made.job, made.view.observed
-        if made.plan.delete_job:
-            await self._applier.delete_job(job)
-            return None
-        outcome = await self._applier.execute(job, made.plan, observed.children, memory.refusals)
+        outcome = await self._executed(made, memory)
         memory.refusals = outcome.refusals
         memory.accepted |= outcome.accepted
         plan = made.plan
@@ -125,11 +128,52 @@ class Reconciler:
             plan = make_plan(job, replace(observed, errors=errors), self._clock(), self._settings)
         memory.scaling = plan.scaling
         if plan.status is not None:
-            await self._applier.write_status(job.key, job.uid, plan.status)
+            await self._applier.write_status(made.raw, plan.status)
         await self._applier.tell(made.raw, plan.notes)
         self._metrics.set_job(job, plan.status or job.status)
         self._report(made, plan, outcome)
+        if made.plan.delete_job:
+            return await self._expire(made)
         return self._next_pass(made.view, plan, outcome)
+
+    async def _executed(self, made: _Pass, memory: _Memory) -> Outcome:
+        """What came of the plan. Raises: ApiError, which is told in the job's status if it is none that soon passes."""
+        try:
+            outcome = await self._applier.execute(made.job, made.plan, made.view.observed.children, memory.refusals)
+        except (Conflict, TooManyRequests, NamespaceTerminating, NotLeading):
+            raise
+        except ApiError as error:
+            memory.failures += 1
+            if memory.failures >= TRIES_BEFORE_TOLD:
+                with suppress(ApiError):  # the first one counts, and is tried again
+                    await self._tell(made, error)
+            raise
+        memory.failures = 0
+        return outcome
+
+    async def _tell(self, made: _Pass, error: ApiError) -> None:
+        """The status as it would be, with what the API server keeps failing with."""
+        job, observed = made.job, made.view.observed
+        told = ApplyError("Forbidden" if isinstance(error, Forbidden) else "Unavailable", str(error))
+        ref = Ref(f"{GROUP}/{VERSION}", KIND, job.namespace, job.name)
+        observed = replace(observed, errors={**observed.errors, ref: told})
+        plan = make_plan(job, observed, self._clock(), self._settings)
+        if plan.status is not None:
+            await self._applier.write_status(made.raw, plan.status)
+        await self._applier.tell(made.raw, plan.notes)
+
+    async def _expire(self, made: _Pass) -> float | None:
+        """The job's time is over; seconds until that is tried again."""
+        job = made.job
+        try:
+            await self._applier.delete_job(job)
+        except Forbidden as error:
+            self._metrics.count_error("Forbidden")
+            message = f"The job's time to live is over, but it may not be deleted: {error}"
+            log.warning(events.RECONCILE_FAILED, run=job.name, namespace=job.namespace, error=message)
+            await self._applier.tell(made.raw, (Note("Warning", "Forbidden", message),))
+            return RETRY_SECONDS["Forbidden"]
+        return None
 
     def _report(self, made: _Pass, plan: Plan, outcome: Outcome) -> None:
         if not outcome.writes and plan.status is None:
@@ -159,7 +203,7 @@ class Reconciler:
         if plan.status is None:
             return
         log.warning(events.JOB_REFUSED, run=key[1], namespace=key[0], error=str(error))
-        await self._applier.write_status(key, raw["metadata"]["uid"], plan.status)
+        await self._applier.write_status(raw, plan.status)
         await self._applier.tell(raw, plan.notes)
 
     def _memory(self, job: Job) -> _Memory:

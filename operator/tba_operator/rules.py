@@ -308,6 +308,16 @@ _RELEASE = (
         of=("self.nodes",),
         remedy="the trainer runs in one pod",
     ),
+    Rule(
+        id="release-one-gpu",
+        model=Trainer,
+        field="gpusPerNode",
+        holds="!has(self.gpusPerNode) || self.gpusPerNode <= 1",
+        what="gpusPerNode must be 0 or 1 in this release",
+        got="%d",
+        of=("self.gpusPerNode",),
+        remedy="the trainer is one process on one GPU",
+    ),
 )
 
 _FROZEN = (

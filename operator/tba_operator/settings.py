@@ -103,5 +103,6 @@ VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "TBA_REQUEST_BURST": ("request_burst", _count),
     "TBA_HTTP_PORT": ("http_port", _port),
     "TBA_IDENTITY": ("identity", str),
+    "TBA_LEASE_NAME": ("lease_name", str),
 }
 """Variable -> (field of Settings, how its text is read). The chart's Deployment sets each."""

@@ -323,9 +323,11 @@ def _phase(job: Job, status: JobStatus, found: Findings) -> str:
         return "Suspended" if status.is_true("Suspended") else "Suspending"
     if not found.running:
         return "Queued"
-    if status.is_true("TrainerReady"):
+    pod, before = found.course.pod, job.status
+    # The pod that was ready does not start again: its process has just ended, and the kubelet has yet to say so.
+    ran = pod is not None and not pod.over and pod.name == before.trainer.pod_name and before.phase == "Running"
+    if status.is_true("TrainerReady") or ran:
         return "Running"
-    pod = found.course.pod
     return "Pending" if pod is None or pod.phase == "Pending" else "Starting"
 
 

@@ -40,8 +40,6 @@ class Ended:
     message: str
     """The process's own last words: of its `Termination`, else the end of its log."""
     termination: Termination | None
-    finished: float | None
-    """Unix seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +65,6 @@ class Pod:
     waiting_reason: str | None = None
     """Of the role's container: ImagePullBackOff, CrashLoopBackOff, CreateContainerConfigError, …"""
     waiting_message: str | None = None
-    restarts: int = 0
     disrupted: bool = False
     """Has the condition DisruptionTarget: preemption, eviction, node shutdown."""
     ended: Ended | None = None
@@ -76,6 +73,8 @@ class Pod:
     """The end before the current container."""
     revision: str | None = None
     """controller-revision-hash of a searcher."""
+    owner: str | None = None
+    """KIND/NAME of its controller."""
 
     @property
     def over(self) -> bool:
@@ -92,7 +91,7 @@ class ProgressSample:
     """Unix seconds."""
 
 
-ErrorKind = Literal["InvalidPodTemplate", "QuotaExceeded", "NameConflict", "NamespaceTerminating", "Forbidden"]
+ErrorKind = Literal["InvalidPodTemplate", "QuotaExceeded", "NameConflict", "NamespaceTerminating", "Forbidden", "Unavailable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +130,9 @@ class Observed:
     children: Mapping[Ref, Manifest] = field(default_factory=dict)
     """Owned by the job: its configuration, Services, accounts, policies, Jobs, StatefulSet, budget and Workload."""
     pods: tuple[Pod, ...] = ()
+    """Of the job's own StatefulSet and trainer Jobs."""
+    strays: tuple[Pod, ...] = ()
+    """Trainer pods that run and are none of these: of a deleted namesake, without their Job. Only ever waited for."""
     progress: ProgressSample | None = None
     not_ready_nodes: frozenset[str] = frozenset()
     """Nodes, of those that hold pods of this job, that are NotReady or gone."""
@@ -147,6 +149,8 @@ class Observed:
     """Kueue's ResourceFlavors by name: those that `kueue.flavor_names` of the Workload says."""
     priority_class: Manifest | None = None
     """What `kueue.priority_class` of the job names; null: it names none, or there is none of that name."""
+    denied: Mapping[Ref, str] = field(default_factory=dict)
+    """Of these two, what the operator may not read, with the API server's words, which name the missing right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +162,6 @@ class Delete:
     """Precondition: only this very object."""
     grace_seconds: int | None = None
     """0: force, for a pod whose node is lost."""
-    propagation: Literal["Background", "Foreground", "Orphan"] = "Background"
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +180,6 @@ class Note:
     reason: str
     """UpperCamelCase."""
     message: str
-    action: str = "Reconcile"
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,3 +229,5 @@ class Settings:
     http_port: int = 8080
     identity: str = ""
     """Of the Lease holder: the pod's name."""
+    lease_name: str = "tba-operator"
+    """One of its own for each release of the chart: two in one namespace may watch different namespaces."""

@@ -157,7 +157,7 @@ def fresh_namespace(request: pytest.FixtureRequest, cluster: KubeCluster) -> Ite
         cluster.save_namespace(name, FAILURES / name)
     # First the jobs: a namespace waits for half the longest grace period that its pods were given.
     cluster.kubectl("-n", name, "delete", "tbajobs", "--all", "--cascade=foreground", "--timeout=60s", check=False)
-    cluster.kubectl("delete", "namespace", name, "--wait", "--timeout=90s")
+    cluster.kubectl("delete", "namespace", name, "--wait", "--timeout=90s", "--ignore-not-found")
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

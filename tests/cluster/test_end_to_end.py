@@ -4,6 +4,7 @@ import json
 import subprocess
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
+from statistics import fmean
 
 import pytest
 from support.audit import audit
@@ -32,10 +33,12 @@ def test_a_job_runs_from_apply_to_complete(stack, base, namespace, tmp_path):
     stack.secret(namespace)
     cluster = stack.cluster
     cluster.kubectl("-n", namespace, "apply", "-f", str(ROOT / "examples/arithmetic.yaml"))
-    with subprocess.Popen(
-        [str(cluster.bin / "kubectl"), "-n", namespace, "get", "tbajob", "-w"],
-        env=cluster.env, stdout=(tmp_path / "watch").open("w"),
-    ) as watch:  # fmt: skip
+    with (
+        (tmp_path / "watch").open("w") as out,
+        subprocess.Popen(
+            [str(cluster.bin / "kubectl"), "-n", namespace, "get", "tbajob", "-w"], env=cluster.env, stdout=out
+        ) as watch,
+    ):
         try:
             stack.wait_condition(namespace, "arithmetic", "SearchersReady", seconds=240)
             pods = stack.pods(namespace)
@@ -49,7 +52,8 @@ def test_a_job_runs_from_apply_to_complete(stack, base, namespace, tmp_path):
     steps = [int(line[2]) for line in lines]
     rewards = [float(line[4]) for line in lines]
     assert steps == sorted(steps) and len(set(steps)) >= 4
-    assert rewards[-1] > rewards[0] + 0.2, rewards
+    third = len(rewards) // 3  # a batch also holds replayed rows, so one alone says little
+    assert fmean(rewards[-third:]) > fmean(rewards[:third]) + 0.05, rewards
 
     job = stack.job(namespace, "arithmetic")
     assert progress(job)["step"] == progress(job)["totalSteps"] == 150

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from support.processes import Cluster, cluster, job_for
 
+from tba.cli import main
 from tba.contracts.keys import RUN
 from tba.contracts.records import RunRecord
 from tba.contracts.termination import Termination, read_termination
@@ -64,7 +65,25 @@ def mounted(run: Cluster) -> dict[str, str]:
     return {"TBA_CONFIG_MAPS_DIR": str(maps), "TBA_POD_UID": "uid-1"}
 
 
-def test_a_whole_run_with_mounted_prompts_and_reward_and_a_searcher_that_was_there_first(tmp_path):
+@pytest.fixture
+def trainer_here(monkeypatch):
+    """A container's trainer that ends soon, in this process: a start of its own takes seconds of imports."""
+    monkeypatch.setattr("tba.trainer.main.configure", lambda **_: None)  # the log of the other tests stays as it is
+
+    def run(cluster: Cluster, **environment: str) -> int:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit) as end:
+            main(["trainer", "--config", str(cluster.root / "config"), "--storage", cluster.uri])
+        assert isinstance(end.value.code, int)
+        return end.value.code
+
+    return run
+
+
+def test_a_run_is_stopped_crashes_and_completes_with_mounted_inputs_and_a_searcher_that_was_there_first(
+    tmp_path, trainer_here
+):
     job = job_for(
         tmp_path,
         f"file://{tmp_path}/store",
@@ -72,25 +91,37 @@ def test_a_whole_run_with_mounted_prompts_and_reward_and_a_searcher_that_was_the
             "prompts": {"uri": None, "configMapRef": {"name": "mine", "key": "train.jsonl"}},
             "reward": {"name": None, "configMapRef": {"name": "mine", "key": "r.py"}, "parameters": {"scale": 3}},
         },
-        objective={"totalSteps": 12},
+        objective={"totalSteps": 200},
+        storage={"checkpoints": {"everySteps": 1000}},
         searcher={"engine": {"extraArgs": {"rewardMean": None, "tokensPerSecond": 5000}}},
     )
     with cluster(tmp_path, job) as run:
         port, words = free_port(), tmp_path / "words"
         searcher = run.searcher(TBA_PORT=str(port), TBA_TERMINATION_PATH=f"{words}-searcher")
+        environment = mounted(run)
+        first = run.trainer(**environment, TBA_TERMINATION_PATH=f"{words}-stopped")
         wait_until(lambda: answer_of(port, "/healthz") == 200, searcher)
-        assert answer_of(port, "/readyz") == 503, "alive and not ready while there is no run"
-        environment = mounted(run) | {"TBA_TERMINATION_PATH": f"{words}-trainer"}
-        assert run.trainer(**environment).wait(120) == 0, run.tail()
-        told = words_of(Path(f"{words}-trainer"))
-        assert (told.exit_code, told.message) == (0, "") and told.progress is not None
-        progress = told.progress
-        assert (progress.state, progress.step, progress.checkpoint_step, progress.pod_uid) == (
-            "Complete",
-            12,
-            12,
-            "uid-1",
-        )
+        if not (tmp_path / "store" / "run.json").exists():
+            assert answer_of(port, "/readyz") == 503, "alive and not ready while there is no run"
+
+        run.wait_for(lambda latest: latest.step >= 3)
+        assert run.stop(first) == [143]
+        stopped = words_of(Path(f"{words}-stopped"))
+        assert (stopped.exit_code, stopped.message) == (143, "") and stopped.progress is not None
+        assert stopped.progress.checkpoint_step == stopped.progress.step >= 3
+
+        crashing = run.trainer("step.after_update=raise:2", TBA_TERMINATION_PATH=f"{words}-crashed")
+        assert crashing.wait(60) == 1
+        crashed = words_of(Path(f"{words}-crashed"))
+        assert crashed.exit_code == 1 and crashed.message.startswith("tba.failpoints.Failpoint")
+        assert crashed.progress is not None and crashed.progress.checkpoint_step == stopped.progress.step
+
+        assert run.trainer(**environment, TBA_TERMINATION_PATH=f"{words}-done").wait(120) == 0, run.tail()
+        done = words_of(Path(f"{words}-done"))
+        assert (done.exit_code, done.message) == (0, "") and done.progress is not None
+        progress = done.progress
+        assert (progress.state, progress.step, progress.checkpoint_step) == ("Complete", 200, 200)
+        assert progress.pod_uid == "uid-1"
         assert progress.steps_per_busy_second is not None and progress.steps_per_busy_second > 0
         record = RunRecord.model_validate_json(run.store.get(RUN).data)
         assert record.reward_code is not None and run.store.get(record.reward_code).data.decode() == REWARD
@@ -98,10 +129,10 @@ def test_a_whole_run_with_mounted_prompts_and_reward_and_a_searcher_that_was_the
         assert len(rewards) > 1 and max(rewards) <= 3.0, "the searcher ran the code from the bucket"
         assert run.stop(searcher) == [143]
         assert words_of(Path(f"{words}-searcher")) == Termination(exit_code=143)
-        # The pod's exit code was lost, say: a second one finds the run ended, needs no mount, and says the same.
-        assert run.trainer(TBA_TERMINATION_PATH=f"{words}-again").wait(60) == 0
+        # The pod's exit code was lost, say: one more finds the run ended, needs no mount, and says the same.
+        assert trainer_here(run, TBA_TERMINATION_PATH=f"{words}-again") == 0
         again = words_of(Path(f"{words}-again")).progress
-        assert again is not None and (again.state, again.step, again.run_id) == ("Complete", 12, progress.run_id)
+        assert again is not None and (again.state, again.step, again.run_id) == ("Complete", 200, progress.run_id)
 
 
 @pytest.mark.parametrize(
@@ -112,34 +143,16 @@ def test_a_whole_run_with_mounted_prompts_and_reward_and_a_searcher_that_was_the
     ],
     ids=["entrypoint", "file"],
 )
-def test_a_reward_that_cannot_be_loaded_ends_the_trainer_before_there_is_a_run(tmp_path, reward, told):
+def test_a_reward_that_cannot_be_loaded_ends_the_trainer_before_there_is_a_run(tmp_path, trainer_here, reward, told):
     job = job_for(tmp_path, f"file://{tmp_path}/store", task={"reward": {"name": None, **reward}})
     with cluster(tmp_path, job) as run:
         environment = mounted(run)
         (tmp_path / "configmaps" / "mine" / "empty.py").write_text("x = 1\n")
-        assert run.trainer(**environment, TBA_TERMINATION_PATH=str(tmp_path / "words")).wait(60) == 64, run.tail()
+        assert trainer_here(run, **environment, TBA_TERMINATION_PATH=str(tmp_path / "words")) == 64
         words = words_of(tmp_path / "words")
         assert words.exit_code == 64 and told in words.message
         assert words.progress is not None and words.progress.state == "Failed"
         assert not (tmp_path / "store" / "run.json").exists()
-
-
-def test_sigterm_and_a_crash_leave_how_far_the_trainer_came(tmp_path):
-    fast = {"engine": {"extraArgs": {"tokensPerSecond": 5000}}}
-    job = job_for(tmp_path, f"file://{tmp_path}/store", objective={"totalSteps": 100_000}, searcher=fast)
-    with cluster(tmp_path, job) as run:
-        run.searcher()
-        trainer = run.trainer(TBA_TERMINATION_PATH=str(tmp_path / "stopped"))
-        run.wait_for(lambda latest: latest.step >= 3)
-        assert run.stop(trainer) == [143]
-        stopped = words_of(tmp_path / "stopped")
-        assert (stopped.exit_code, stopped.message) == (143, "") and stopped.progress is not None
-        assert stopped.progress.checkpoint_step == stopped.progress.step >= 3
-        crashed = run.trainer("step.after_update=raise:2", TBA_TERMINATION_PATH=str(tmp_path / "crashed"))
-        assert crashed.wait(60) == 1
-        words = words_of(tmp_path / "crashed")
-        assert words.exit_code == 1 and words.message.startswith("tba.failpoints.Failpoint")
-        assert words.progress is not None and words.progress.checkpoint_step == stopped.progress.step
 
 
 def _namespaces() -> bool:

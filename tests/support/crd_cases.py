@@ -197,6 +197,12 @@ RELEASE = (
         refused=(spec(trainer={"nodes": 2}),),
         told="nodes must be 1 in this release, got 2: the trainer runs in one pod",
     ),
+    Case(
+        rule="release-one-gpu",
+        accepted=(spec(trainer={}), spec(trainer={"gpusPerNode": 0}), spec(trainer={"gpusPerNode": 1})),
+        refused=(spec(trainer={"gpusPerNode": 2}),),
+        told="gpusPerNode must be 0 or 1 in this release, got 2: the trainer is one process on one GPU",
+    ),
 )
 
 FROZEN = (

@@ -12,6 +12,7 @@ import contextlib
 import random
 import re
 import socket
+import ssl
 import threading
 from collections import Counter
 from dataclasses import dataclass
@@ -52,10 +53,12 @@ class _Message:
 class FaultProxy:
     """Context manager; `.endpoint` is where clients go, `.injected` counts faults by kind."""
 
-    def __init__(self, upstream: str, *, seed: int = 0) -> None:
+    def __init__(self, upstream: str, *, seed: int = 0, tls: ssl.SSLContext | None = None) -> None:
+        """`tls`: of a server whose certificate clients see; what is loaded into it later counts from then on."""
         parts = urlsplit(upstream)
         assert parts.hostname and parts.port
         self._upstream = (parts.hostname, parts.port)
+        self._tls = tls
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._rules: list[Rule] = []
@@ -64,7 +67,7 @@ class FaultProxy:
         self.injected: Counter[str] = Counter()
         self.requests: Counter[str] = Counter()  # by method
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
-        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.endpoint = f"{'https' if tls else 'http'}://127.0.0.1:{self._listener.getsockname()[1]}"
         self._acceptor = threading.Thread(target=self._accept, daemon=True)
         self._acceptor.start()
 
@@ -121,6 +124,8 @@ class FaultProxy:
         with self._lock:
             self._sockets.add(client)
         try:
+            if self._tls is not None:
+                client = self._tls.wrap_socket(client, server_side=True)
             reader = client.makefile("rb")
             while not self._closing.is_set() and (request := _read_message(reader, request_method=None)):
                 method, target = request.first_line[:2]

@@ -81,6 +81,8 @@ class World:
     progress: ProgressSample | None = None
     scaling: object = None
     kueue: bool = False
+    flavors: dict = field(default_factory=dict)
+    """ResourceFlavors by name."""
     gone: bool = False
     events: list = field(default_factory=list)
     ids: itertools.count = field(default_factory=lambda: itertools.count(1))
@@ -160,6 +162,7 @@ class World:
             kueue=self.kueue,
             errors=dict(self.errors),
             scaling=self.scaling,
+            flavors=dict(self.flavors),
         )
 
     # -- the controller
@@ -387,13 +390,13 @@ class World:
     def end(self, pod, code, *, reason=None, message="", progress=None):
         """The trainer's process ends."""
         word = Termination(exit_code=code if code >= 0 else 1, message=message, progress=progress)
-        ended = Ended(code, reason or ("Completed" if code == 0 else "Error"), message, word, self.now)
+        ended = Ended(code, reason or ("Completed" if code == 0 else "Error"), message, word)
         self.set(pod, phase="Succeeded" if code == 0 else "Failed", ready=False, ended=ended)
 
     def crash_searcher(self, pod, code, *, reason="Error", message=""):
         """A searcher's container ends and is started again."""
-        ended = Ended(code, reason, message, None, self.now)
-        self.set(pod, ready=False, last_ended=ended, restarts=pod.restarts + 1, waiting_reason="CrashLoopBackOff")
+        ended = Ended(code, reason, message, None)
+        self.set(pod, ready=False, last_ended=ended, waiting_reason="CrashLoopBackOff")
 
     def disrupt(self, pod):
         """Preemption or drain."""

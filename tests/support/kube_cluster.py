@@ -95,8 +95,9 @@ class KubeCluster:
         return self._call([str(self.bin / "helm"), *args], text=input, check=check, timeout=timeout)
 
     def node(self, verb: str, node: str, *args: str, timeout: float = 60.0) -> str:
-        """node.sh with a node's name: start, kill, exec, signal."""
-        return self._call([str(SCRIPTS / "node.sh"), verb, node.removeprefix("node"), *args], timeout=timeout)
+        """node.sh with a node's name, whatever KUBE_NODE it begins with: start, kill, exec, signal."""
+        number = node[len(node.rstrip("0123456789")) :]
+        return self._call([str(SCRIPTS / "node.sh"), verb, number, *args], timeout=timeout)
 
     def get(self, *args: str) -> Any:
         """`kubectl get ARGS -o json`, parsed."""

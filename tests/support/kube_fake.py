@@ -1,7 +1,7 @@
 """An API server in memory: `KubeApi` with the behaviour that the controller relies on, and the levers to test it.
 
-What it does as a real one, tests/cluster/test_kubeapi_contract.py compares (support/kube_contract.py). What it lacks: defaults,
-schemas, admission, controllers: tests play those with `put`, `edit`, `remove`, `fail` and `collect_garbage`.
+What it does as a real one, tests/cluster/test_kubeapi_contract.py compares (support/kube_contract.py). What it lacks:
+defaults, schemas, admission, controllers: tests play those with `put`, `edit`, `remove`, `fail` and `collect_garbage`.
 """
 
 import asyncio
@@ -21,7 +21,6 @@ from tba_operator.kubeapi import (
     Invalid,
     NotFound,
     Object,
-    Propagation,
     Resource,
     Unavailable,
 )
@@ -165,16 +164,14 @@ class FakeKube:
             and _selected(field_selector, _Fields(self._objects[key]))
         ]
 
-    async def apply(self, manifest: Manifest, *, dry_run: bool = False) -> Object:
+    async def apply(self, manifest: Manifest) -> Object:
         ref = ref_of(manifest)
         body = _without_status(ref.kind, manifest)
         self.accesses.add(Resource.of(ref.api_version, ref.kind).access("create"))
-        return await self._write("apply", ref, "patch", lambda old: self._merged(old, ref, body, MANAGER), dry_run)
+        return await self._write("apply", ref, "patch", lambda old: self._merged(old, ref, body, MANAGER))
 
     async def apply_status(self, manifest: Manifest) -> Object:
         ref = ref_of(manifest)
-        if "uid" in manifest["metadata"] and "resourceVersion" not in manifest["metadata"]:
-            self.accesses.add(Resource.of(ref.api_version, ref.kind).access("get"))
         body = {k: manifest[k] for k in ("apiVersion", "kind", "status")} | {
             "metadata": {k: v for k, v in manifest["metadata"].items() if k in ("name", "namespace", "uid")}
         }
@@ -238,9 +235,7 @@ class FakeKube:
 
         await self._write("scale", ref, "patch", change, subresource="scale")
 
-    async def delete(
-        self, ref: Ref, *, uid: str, grace_seconds: int | None = None, propagation: Propagation = "Background"
-    ) -> None:
+    async def delete(self, ref: Ref, *, uid: str, grace_seconds: int | None = None) -> None:
         await self._enter("delete", ref, "delete")
         self.writes.append(("delete", ref))
         found = self._objects.get(_key(ref))
@@ -248,8 +243,8 @@ class FakeKube:
             self._delete(_key(ref), grace_seconds)
         self._raise_after("delete", ref)
 
-    async def emit_event(self, regarding: Mapping[str, Any], kind: str, reason: str, action: str, message: str) -> None:
-        await self._events.emit(regarding, kind, reason, action, message)
+    async def emit_event(self, regarding: Mapping[str, Any], kind: str, reason: str, message: str) -> None:
+        await self._events.emit(regarding, kind, reason, message)
 
     async def has_kind(self, api_version: str, kind: str) -> bool:
         self._raise_failure("has_kind", Ref(api_version, kind, "", ""))

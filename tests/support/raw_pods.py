@@ -25,6 +25,7 @@ def raw_pod(
     if role == "trainer":
         labels["tba.dev/attempt"] = "1"
     labels |= metadata.pop("labels", {})
+    kind, owner = ("Job", f"gsm8k-trainer-{labels.get('tba.dev/attempt')}") if role == "trainer" else ("StatefulSet", "gsm8k-searcher")
     found = {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -33,6 +34,7 @@ def raw_pod(
             "namespace": "default",
             "uid": f"uid-{name}",
             "labels": labels,
+            "ownerReferences": [{"kind": kind, "name": owner, "uid": f"uid-{owner}", "controller": True}],
             "creationTimestamp": CREATED,
             **metadata,
         },

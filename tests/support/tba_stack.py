@@ -83,9 +83,11 @@ class Stack:
         """The run's bucket prefix, from this machine."""
         before = {name: os.environ.get(name) for name in KEYS}
         os.environ.update(KEYS)
+        found = open_store(uri, endpoint=self.endpoint, region="us-east-1")
         try:
-            yield open_store(uri, endpoint=self.endpoint, region="us-east-1")
+            yield found
         finally:
+            found.close()
             for name, value in before.items():
                 os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
 

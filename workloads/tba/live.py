@@ -1,5 +1,6 @@
 """The newest readable `live.json` of a configuration directory, or given settings for a process that has none."""
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,10 @@ _LOOK_SECONDS = 1.0
 
 
 class LiveSettings:
-    """Call it for the current settings; looks at the file at most once a second. A broken file changes nothing."""
+    """Call it for the current settings; looks at the file at most once a second. A broken file changes nothing.
+
+    Thread-safe.
+    """
 
     def __init__(
         self, directory: Path | None, default: LiveConfig | None = None, *, clock: Callable[[], float] = time.monotonic
@@ -21,6 +25,7 @@ class LiveSettings:
         """Raises: UserError if the directory's file cannot be read now."""
         self._directory = directory
         self._clock = clock
+        self._lock = threading.Lock()
         self._looked_at = clock()
         self._stamp = self._now()
         if directory is None:
@@ -31,11 +36,14 @@ class LiveSettings:
 
     def __call__(self) -> LiveConfig:
         """The settings."""
-        now = self._clock()
-        if self._directory is not None and now - self._looked_at >= _LOOK_SECONDS:
-            self._looked_at = now
-            self._look(self._directory)
-        return self._current
+        if self._directory is None:
+            return self._current
+        with self._lock:
+            now = self._clock()
+            if now - self._looked_at >= _LOOK_SECONDS:
+                self._looked_at = now
+                self._look(self._directory)
+            return self._current
 
     def _now(self) -> tuple[int, int] | None:
         if self._directory is None:

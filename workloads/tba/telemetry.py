@@ -56,7 +56,7 @@ STALENESS = Histogram(
 )
 SYNC_SECONDS = Histogram(
     "tba_sync_seconds",
-    "Seconds of one phase of a weight transfer: stage, upload, commit, detect, fetch, apply.",
+    "Seconds of one phase of a weight transfer: stage, upload, commit, fetch, apply.",
     ("phase",),
     buckets=(0.001, 0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 300),
     registry=REGISTRY,
@@ -66,7 +66,7 @@ SEARCHER_WAIT = _counter("tba_searcher_wait_seconds_total", "Seconds the searche
 GENERATED_TOKENS = _counter("tba_generated_tokens_total", "Response tokens sampled.")
 TRAINED_TOKENS = _counter("tba_trained_tokens_total", "Response tokens trained on.")
 TRAJECTORIES = _counter(
-    "tba_trajectories_total", "Trajectories: ingested, duplicate, stale, quarantined, failed.", ("outcome",)
+    "tba_trajectories_total", "Rows ingested, of them duplicate and failed; shards quarantined.", ("outcome",)
 )
 MOP_RECYCLES = _counter("tba_mop_recycles_total", "Times the most-on-policy pool was used up and recycled.")
 REWARD_FAILURES = _counter("tba_reward_failures_total", "Responses that could not be scored.", ("reason",))

@@ -44,6 +44,8 @@ def test_the_smallest_job_is_valid_and_has_the_documented_defaults():
             "vlm",
             "spec.searcher.engine.type: must be vllm, transformers or fake, got 'vlm'",
         ),
+        ("spec.trainer.nodes", 2, "nodes must be 1 in this release, got 2: the trainer runs in one pod"),
+        ("spec.trainer.gpusPerNode", 2, "gpusPerNode must be 0 or 1 in this release, got 2: the trainer is one"),
         ("spec.storage.uri", "gs://b", "spec.storage.uri: must match ^(s3|file)://.+, got 'gs://b'"),
         ("spec.model", None, "spec.model: must be a mapping of fields, got None"),
         ("spec.task.prompts", {}, "spec.task.prompts: set exactly one of uri and configMapRef, got {}"),

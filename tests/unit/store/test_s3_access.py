@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 
 from tba.contracts.errors import UserError
-from tba.store.access import find_credentials, locate
+from tba.store.access import connect, find_credentials, locate, static_credentials
+from tba.store.retry import RetryPolicy
 
 
 def at(uri: str, *, endpoint=None, region=None, style=None, ca=None, **environ: str):
@@ -50,6 +51,23 @@ def test_an_endpoint_of_ones_own_means_path_style_unless_told():
 def test_a_malformed_place_is_refused_with_what_was_given(uri, options):
     with pytest.raises(UserError, match="got|give"):
         at(uri, **options)
+
+
+def test_a_ca_is_known_by_its_content_and_a_changed_file_is_another_location(tmp_path):
+    bundle = tmp_path / "ca.crt"
+    bundle.write_text("one")
+    first = at("s3://b", AWS_CA_BUNDLE=str(bundle))
+    assert first == at("s3://b", ca=bundle) and first.ca_bundle == "one"
+    bundle.write_text("two")
+    assert at("s3://b", ca=bundle) != first
+
+
+def test_a_ca_that_is_no_certificate_is_the_users_error(tmp_path):
+    bundle = tmp_path / "ca.crt"
+    bundle.write_text("no certificate")
+    keys = static_credentials("a", "s")
+    with pytest.raises(UserError, match="CA bundle for s3://b holds no certificate.*give PEM"):
+        connect(at("s3://b", ca=bundle), keys, RetryPolicy())
 
 
 def test_keys_in_the_environment_are_used_with_their_token():

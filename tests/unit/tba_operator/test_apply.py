@@ -122,6 +122,31 @@ def test_no_pod_is_made_beside_a_config_of_somebody_else():
     assert scene.api.writes == []
 
 
+def test_nor_in_the_passes_after():
+    scene = Scene()
+    scene.api.put(config_map(owners=[]))
+    first = scene.execute(apply=(config_map(), searchers(), trainer()))
+    second = scene.execute(standing=first.refusals, apply=(config_map(), searchers(), trainer()))
+    assert kinds(second) == {CONFIG: "NameConflict"}
+    assert scene.api.writes == []
+
+
+def test_furniture_that_fits_the_quota_again_lets_pods_follow():
+    scene = Scene()
+    standing = {CONFIG: Refusal(ApplyError("QuotaExceeded", "no"), scene.clock.now + 30)}
+    outcome = scene.execute(standing=standing, apply=(config_map(), searchers()))
+    assert outcome.refusals == {}
+    assert scene.api.writes == [("apply", CONFIG), ("apply", SEARCHERS)]
+
+
+def test_a_refusal_goes_with_its_cause():
+    scene = Scene()
+    refusal = Refusal(ApplyError("InvalidPodTemplate", "no"), scene.clock.now + 600)
+    outcome = scene.execute(standing={CONFIG: refusal, SEARCHERS: refusal}, apply=(trainer(),))
+    # The configuration is as it should be; a refused StatefulSet is left out of the plan for being refused.
+    assert outcome.refusals == {SEARCHERS: refusal}
+
+
 def test_our_own_object_that_the_cache_lacks_is_applied():
     scene = Scene()
     scene.api.put(searchers())
@@ -212,14 +237,36 @@ def test_a_deleted_object_is_not_believed_to_be_there():
 
 def test_the_status_of_a_namesake_is_left_alone():
     scene = Scene()
+    older = {**scene.raw_job, "metadata": scene.raw_job["metadata"] | {"uid": "older", "resourceVersion": "0"}}
     with pytest.raises(Conflict):
-        asyncio.run(scene.applier.write_status(KEY, "older", JobStatus(phase="Failed")))
+        asyncio.run(scene.applier.write_status(older, JobStatus(phase="Failed")))
     assert "status" not in scene.api[ref_of(scene.raw_job)]
+
+
+def test_a_status_made_from_an_older_version_of_the_job_is_not_written():
+    scene = Scene()
+    scene.api.edit(ref_of(scene.raw_job), spec={"suspend": True})
+    with pytest.raises(Conflict):
+        asyncio.run(scene.applier.write_status(scene.raw_job, JobStatus(phase="Running")))
+    assert "status" not in scene.api[ref_of(scene.raw_job)]
+
+
+def test_the_status_of_a_job_that_is_gone_is_nobodys():
+    scene = Scene()
+    scene.api.remove(ref_of(scene.raw_job))
+    asyncio.run(scene.applier.write_status(scene.raw_job, JobStatus(phase="Failed")))
+    assert scene.recent.newest(KEY, ref_of(scene.raw_job), None) is None
+
+
+def test_a_status_is_written_without_reading_the_job_first():
+    scene = Scene()
+    asyncio.run(scene.applier.write_status(scene.raw_job, JobStatus(phase="Running")))
+    assert {access.verb for access in scene.api.accesses} == {"patch"}
 
 
 def test_a_written_status_is_seen_at_once():
     scene = Scene()
-    asyncio.run(scene.applier.write_status(KEY, "job-uid", JobStatus(phase="Running")))
+    asyncio.run(scene.applier.write_status(scene.raw_job, JobStatus(phase="Running")))
     seen = scene.recent.newest(KEY, ref_of(scene.raw_job), scene.raw_job)
     assert seen is not None and seen["status"]["phase"] == "Running"
 

@@ -1,4 +1,6 @@
-from tba_operator.caches import RECENT_SECONDS, Caches, RecentWrites, trim
+import json
+
+from tba_operator.caches import RECENT_SECONDS, Caches, Index, RecentWrites, trim
 from tba_operator.world import Ref
 
 KEY = ("default", "gsm8k")
@@ -32,6 +34,18 @@ def test_a_pod_template_is_not_kept():
     assert trimmed["status"] == {"x": 1}
 
 
+def test_of_a_pods_spec_its_node_is_kept():
+    raw = config_map(1) | {"kind": "Pod", "spec": {"nodeName": "n", "containers": [{}]}}
+    assert trim(raw)["spec"] == {"nodeName": "n"}
+
+
+def test_objects_share_their_strings():
+    first, second = (json.loads(json.dumps(config_map(1, labels={"app": "a long-lived name"}))) for _ in range(2))
+    a, b = trim(first)["metadata"]["labels"], trim(second)["metadata"]["labels"]
+    assert a["app"] is b["app"]
+    assert [*a][0] is [*b][0]
+
+
 def test_trimming_leaves_the_object_itself_alone():
     raw = config_map(1, managedFields=[{}])
     trim(raw)
@@ -61,20 +75,29 @@ def test_an_unconfirmed_write_is_not_believed_for_ever():
     assert recent.newest(KEY, REF, None) is None
 
 
-def test_what_vanished_without_an_event_is_buried():
-    caches = Caches({}, {KEY: [config_map(1, "gone"), config_map(2, "here")]}, {})
-    assert caches.uids("ConfigMap") == {"gone": KEY, "here": KEY}
-    caches.bury(["gone"])
-    assert [raw["metadata"]["uid"] for raw in caches.children(KEY)] == ["here"]
+def test_objects_are_told_by_kind():
+    assert Caches({}, {KEY: [config_map(1, "here")]}, {}).uids("ConfigMap") == {"here": KEY}
+    assert Caches({}, {KEY: [config_map(1, "here")]}, {}).uids("Service") == {}
+
+
+def test_an_index_keeps_the_newest_of_each_object():
+    index = Index()
+    index.put(KEY, "u", 1)
+    index.put(KEY, "u", 2)
+    index.put(KEY, "v", 3)
+    assert list(index[KEY]) == [2, 3]
+
+
+def test_an_object_is_in_one_place_only_and_leaves_nothing():
+    index = Index()
+    index.put(KEY, "u", 1)
+    index.put(("default", "other"), "u", 1)
+    assert list(index) == [("default", "other")]
+    assert index.drop("u") == ("default", "other")
+    assert len(index) == 0
+    assert index.drop("u") is None
 
 
 def test_of_a_job_and_its_namesake_the_newer_counts():
     old, new = config_map(1, "old"), config_map(2, "new")
     assert Caches({KEY: [new, old]}, {}, {}).job(KEY) == new
-
-
-def test_a_buried_job_is_no_job():
-    caches = Caches({KEY: [config_map(1, "gone")]}, {}, {})
-    caches.bury(["gone"])
-    assert caches.job(KEY) is None
-    assert caches.keys() == []

@@ -134,6 +134,11 @@ def test_the_deployment_sets_every_setting_of_a_pod_and_no_other():
     assert set_here == VARIABLES.keys() - {"TBA_PROGRESS_THROUGH_API"}
 
 
+def test_each_release_has_a_lease_of_its_own():
+    # Two in one namespace may watch different namespaces: both have to lead.
+    assert '{name: TBA_LEASE_NAME, value: {{ include "tba.name" . }}}' in TEMPLATES["deployment.yaml"]
+
+
 def test_the_container_listens_where_probes_service_and_policy_look():
     assert '{name: TBA_HTTP_PORT, value: "8080"}' in TEMPLATES["deployment.yaml"]
     for name in ("deployment.yaml", "service.yaml", "networkpolicy.yaml", "test.yaml"):

@@ -1,13 +1,12 @@
 import asyncio
+import os
+import subprocess
+import sys
 
 import pytest
-from support.kube_fake import FakeKube
-from support.raw_pods import raw_pod
 from support.simulated_time import now, run
 
-from tba_operator import handlers
-from tba_operator.caches import Caches
-from tba_operator.controller import TERMINATING_SECONDS, stale_watches, vanished, work
+from tba_operator.controller import TERMINATING_SECONDS, stale_watches, work
 from tba_operator.kubeapi import (
     Conflict,
     NamespaceTerminating,
@@ -16,7 +15,6 @@ from tba_operator.kubeapi import (
     Unavailable,
 )
 from tba_operator.metrics import Metrics
-from tba_operator.podstate import pod_of
 from tba_operator.queue import WorkQueue
 
 KEY = ("default", "gsm8k")
@@ -76,34 +74,63 @@ def test_a_terminating_namespace_is_no_reason_to_back_off():
     assert passes(going, going)[0] == [0.0, 30.0, 60.0]
 
 
+@pytest.mark.parametrize(("error", "lines"), [(NotFound("no kind Workload"), 1), (Conflict("later"), 0)])
+def test_what_is_missing_is_logged_and_a_faster_writer_is_not(error, lines):
+    with capture_logs() as logged:
+        passes(error)
+    assert len([line for line in logged if line["event"] == "reconcile_failed"]) == lines
+
+
+def test_nothing_is_polled_before_all_kinds_were_listed():
+    """Else a job would be queued whose StatefulSet has not been shown: it would be written anew, and rolled."""
+
+    async def simulated():
+        mirror = Mirror({"pods": Stream("Pod", None)}, lambda key: None)
+        controller, began = Controller(FakeKube(), Settings(), Metrics()), []
+        parts = controller._parts(mirror, cast(ClientSession, None), False)
+        mirror.show(raw_pod(status={"podIP": "10.0.0.7"}))
+        mirror.caches.keys_with_pods = lambda: began.append(now()) or []
+        tasks = [asyncio.create_task(part) for part in parts]
+        await asyncio.sleep(5)
+        assert began == []
+        mirror.page("pods", [], first=True, last=True)
+        await asyncio.sleep(5)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        return began
+
+    assert run(simulated())[0] == 5.0
+
+
 def test_a_worker_that_may_not_write_any_more_ends():
     assert passes(NotLeading("lost"), until=1.0)[0] == [0.0]
 
 
-def indexed(*pods):
-    return Caches({}, {}, {KEY: [pod_of(pod) for pod in pods]})
+AS_NOBODY = """
+import asyncio, os
+from support.kube_fake import FakeKube
+from tba_operator.controller import Controller
+from tba_operator.metrics import Metrics
+from tba_operator.world import Settings
+os.setuid(54321)
+async def lead():
+    await Controller(FakeKube(), Settings(identity="pod-1"), Metrics()).run(lambda: os._exit(7))
+asyncio.run(lead())
+"""
 
 
-def test_what_only_the_indices_have_is_gone():
-    api = FakeKube()
-    here, gone = raw_pod("searcher", "here"), raw_pod("searcher", "gone")
-    api.put(here)
-    found = asyncio.run(vanished(api, indexed(here, gone), handlers.PODS, ()))
-    assert found == {"uid-gone": KEY}
-
-
-def test_what_appeared_since_is_not_gone():
-    api = FakeKube()
-    api.put(raw_pod("searcher", "new"))
-    assert asyncio.run(vanished(api, indexed(), handlers.PODS, ())) == {}
-
-
-def test_all_watched_namespaces_are_listed():
-    api = FakeKube()
-    a, b = raw_pod("searcher", "a", namespace="a"), raw_pod("searcher", "b", namespace="b")
-    api.put(a)
-    api.put(b)
-    assert asyncio.run(vanished(api, indexed(a, b), handlers.PODS, ("a", "b"))) == {}
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become a user without a name")
+def test_a_user_without_a_name_may_run_it():
+    done = subprocess.run(
+        [sys.executable, "-c", AS_NOBODY],
+        env={"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 7, done.stderr
 
 
 def test_a_watch_is_stale_when_it_was_not_answered_for_three_minutes():

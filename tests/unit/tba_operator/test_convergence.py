@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support.job_world import STATEFUL_SET, World, job_ref
 
-FATES = ("crash", "oom", "outage", "fenced", "sigterm", "checkpoint", "preempted", "trainer's node", "searcher's node")
+FATES = ("crash", "oom", "outage", "fenced", "sigterm", "checkpoint", "preempted", "trainer's node", "searcher's node", "Job removed")
 WISHES = ("suspend", "resume", "scale to 0", "scale to 2", "first secret", "second secret")
 ENDS = {"crash": 1, "oom": 137, "outage": 2, "fenced": 3, "sigterm": 143, "done": 0, "user error": 64}
 EVENTS = ("nothing", *FATES, *WISHES, "resume", "40 s", "100 s", "700 s", "done or user error")
@@ -34,6 +34,9 @@ class Life(RuleBasedStateMachine):
         self.past = self._view()
         self.attempt = 0
         self.ended = []
+        self.told = {}
+        self.done = set()
+        self.removed_by_hand = False
 
     @rule(
         event=st.sampled_from(EVENTS),
@@ -60,6 +63,7 @@ class Life(RuleBasedStateMachine):
     def _work(self, worker, number):
         world, (children, pods) = self.world, self.past
         if worker == "controller":
+            self.told |= self._failures()
             world.reconcile()
             if world.status.is_true("Suspended"):
                 assert not world.of_role("searcher") and not world.living_trainers(), "a suspended job has no pods"
@@ -74,12 +78,24 @@ class Life(RuleBasedStateMachine):
         else:
             world.kubelets()
 
+    def _failures(self):
+        """uid -> counted ends, of the trainer Jobs whose ends the job has to count."""
+        jobs = [found for ref, found in self.world.objects.items() if ref.kind == "Job"]
+        return {
+            found["metadata"]["uid"]: (found.get("status") or {}).get("failed", 0)
+            for found in jobs
+            if int(found["metadata"]["labels"]["tba.dev/attempt"]) >= self.world.status.trainer.attempt
+        }
+
     def _fate(self, event, number):
         world = self.world
         trainer = next((p for p in world.living_trainers() if p.node is not None), None)
         searcher = next((p for p in world.of_role("searcher") if p.node is not None), None)
         if event.endswith(" s"):
             world.pass_time(int(event.removesuffix(" s")))
+        elif event == "Job removed" and world.jobs():
+            self.removed_by_hand = True
+            world.remove_job(world.jobs()[-1])
         elif event == "searcher's node" and searcher is not None:
             world.lose_node(searcher)
         elif trainer is None:
@@ -115,11 +131,22 @@ class Life(RuleBasedStateMachine):
         self.ended = ended
 
     @invariant()
-    def no_failure_counts_twice_and_attempts_only_grow(self):
+    def every_failure_that_was_seen_counts_once_and_attempts_only_grow(self):
         trainer = self.world.status.trainer
-        assert 0 <= trainer.failures_at_checkpoint <= trainer.failures <= self.world.truly_failed
+        assert sum(self.told.values()) <= trainer.failures <= self.world.truly_failed
+        assert 0 <= trainer.failures_at_checkpoint <= trainer.failures
         assert trainer.attempt >= self.attempt
         self.attempt = trainer.attempt
+
+    @invariant()
+    def a_trainer_that_is_done_stays_for_its_logs(self):
+        world = self.world
+        jobs = {found["metadata"]["uid"] for ref, found in world.objects.items() if ref.kind == "Job"}
+        if self.removed_by_hand or world.job.spec.run_policy.cleanup_policy == "All":
+            return
+        assert self.done <= jobs
+        if world.status.is_true("Complete"):
+            self.done |= jobs & {world.owners[pod.uid] for pod in world.pods.values() if pod.phase == "Succeeded"}
 
     def teardown(self):
         if not hasattr(self, "world"):

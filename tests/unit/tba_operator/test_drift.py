@@ -38,6 +38,13 @@ def test_what_is_asked_for_empty_may_be_absent():
     assert differs({"c": ""}, {"c": "x"})
 
 
+def test_pull_secrets_that_a_platform_adds_are_no_drift():
+    ours = {"imagePullSecrets": [{"name": "a"}, {"name": "b"}]}
+    assert not differs(ours, {"imagePullSecrets": [{"name": "platform"}, {"name": "b"}, {"name": "a"}]})
+    assert differs(ours, {"imagePullSecrets": [{"name": "a"}, {"name": "platform"}]})
+    assert differs(ours, {})
+
+
 def test_a_switch_is_not_a_number():
     assert differs({"automount": False}, {"automount": 0})
     assert differs({"automount": False}, {})

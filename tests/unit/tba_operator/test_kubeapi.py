@@ -1,4 +1,4 @@
-"""The port, the fake, and what the real adapter makes of answers; tests/cluster/test_kubeapi_contract.py has a real server."""
+"""The port, the fake, and what the real adapter makes of answers; tests/cluster compares both with a real server."""
 
 import asyncio
 import json
@@ -309,7 +309,7 @@ def test_an_event_is_told_again_after_its_window():
         job = config_map("ns")
         for moment, message in ((0, "a"), (1, "b"), (599, "a"), (600, "a"), (700, "a")):
             now[0] = moment
-            await events.emit(job, "Normal", "Started", "Reconcile", message)
+            await events.emit(job, "Normal", "Started", message)
 
     asyncio.run(main())
     assert told == ["a", "b", "a"]
@@ -324,7 +324,7 @@ def test_a_note_is_cut_between_letters():
 
     async def main() -> None:
         events = Events(create, instance="i", clock=lambda: 0.0, wall=lambda: 0.0)
-        await events.emit(config_map("ns"), "Warning", "Failed", "Reconcile", "ü" * 600)
+        await events.emit(config_map("ns"), "Warning", "Failed", "ü" * 600)
 
     asyncio.run(main())
     assert len(notes[0].encode()) <= 1024 and notes[0].endswith("ü…")

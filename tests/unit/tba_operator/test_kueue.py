@@ -132,12 +132,18 @@ def test_the_priority_of_the_label_goes_before_that_of_the_pods():
 
 def test_a_priority_class_that_is_not_there_is_refused_by_name():
     lost = job(labels={"kueue.x-k8s.io/priority-class": "hihg"})
-    told = kueue.refusal(lost, None)
+    told = kueue.refusal(lost, None, {})
     assert told is not None
     assert "WorkloadPriorityClass" in told
     assert "hihg" in told
-    assert kueue.refusal(lost, {"value": 1}) is None
-    assert kueue.refusal(job(), None) is None
+    assert kueue.refusal(lost, {"value": 1}, {}) is None
+    assert kueue.refusal(job(), None, {}) is None
+
+
+def test_a_priority_class_that_may_not_be_read_is_told_with_the_missing_right():
+    lost = job(labels={"kueue.x-k8s.io/priority-class": "high"})
+    told = kueue.refusal(lost, None, {kueue.priority_class(lost): "cannot get resource workloadpriorityclasses"})
+    assert told is not None and told.startswith("cannot get resource workloadpriorityclasses. Grant")
 
 
 # ── its admission ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -146,8 +152,9 @@ def test_a_priority_class_that_is_not_there_is_refused_by_name():
 def test_admitted_tells_where_each_role_goes_and_how_many():
     found = kueue.admission(read(RESERVED, ADMITTED, admission=assigned(count=3)), FLAVORS)
     assert found.state == "Admitted"
-    assert found.trainer == Placement({"pool": "plain"}, ({"key": "x", "operator": "Exists"},))
-    assert found.searcher == Placement({"pool": "plain", "price": "low"}, ({"key": "x", "operator": "Exists"},))
+    tolerations = ({"key": "x", "operator": "Exists"},)
+    assert found.trainer == Placement({"pool": "plain"}, tolerations, ("plain",))
+    assert found.searcher == Placement({"pool": "plain", "price": "low"}, tolerations, ("plain", "spot"))
     assert found.searcher_count == 3
 
 
@@ -155,6 +162,27 @@ def test_a_flavor_that_is_not_there_admits_nobody():
     found = kueue.admission(read(RESERVED, ADMITTED, admission=assigned()), {"plain": FLAVORS["plain"]})
     assert found.state == "Waiting"
     assert "spot" in found.message
+
+
+def test_a_flavor_that_may_not_be_read_admits_nobody_and_names_the_missing_right():
+    denied = {kueue.flavor("spot"): "cannot get resource resourceflavors"}
+    workload = read(RESERVED, ADMITTED, admission=assigned())
+    found = kueue.admission(workload, {"plain": FLAVORS["plain"]}, denied)
+    assert found.state == "Waiting" and "cannot get resource resourceflavors. Grant" in found.message
+    assert kueue.admission(workload, FLAVORS, denied).state == "Admitted", "known from before"
+
+
+def test_a_job_that_runs_stays_admitted_when_a_flavor_is_gone_or_may_not_be_read_any_more():
+    workload, known = read(RESERVED, ADMITTED, admission=assigned(count=3)), {"plain": FLAVORS["plain"]}
+    for denied, told in (
+        ({}, "there is no ResourceFlavor spot: create it"),
+        ({kueue.flavor("spot"): "cannot get it"}, "where to is unknown: cannot get it. Grant"),
+    ):
+        found = kueue.admission(workload, known, denied, started=True)
+        assert (found.state, found.searcher_count, found.trainer, found.searcher) == ("Admitted", 3, None, None)
+        assert found.unplaced is not None and told in found.unplaced
+        assert f"pods that run go on, but none can be made: {found.unplaced}" in found.message
+    assert kueue.admission(workload, FLAVORS, started=True).unplaced is None
 
 
 def test_flavors_to_read_are_those_assigned():
@@ -172,6 +200,8 @@ def test_what_admission_checks_add_is_part_of_the_placement():
     assert found.searcher.node_selector["block"] == "7"
     assert {"key": "y", "operator": "Exists"} in found.searcher.tolerations
     assert "block" not in found.trainer.node_selector
+    told = ({name: value for name, value in update.items() if name != "name"},)
+    assert found.searcher.updates == told and found.trainer.updates == ()
 
 
 def test_waiting_says_what_kueue_says():

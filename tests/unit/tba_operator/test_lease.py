@@ -48,7 +48,7 @@ class Slow:
 
 
 def election(api: Any, identity: str) -> Election:
-    return Election(api, namespace="tba-system", identity=identity, wall=now)
+    return Election(api, namespace="tba-system", name="tba-operator", identity=identity, wall=now)
 
 
 async def forever() -> None:

@@ -1,6 +1,7 @@
 """Series that live as long as their job, and the HTTP server around them."""
 
 import asyncio
+import weakref
 
 import aiohttp
 from support.jobs import smallest
@@ -48,6 +49,14 @@ def test_a_job_that_changes_leaves_no_series_behind():
     metrics.set_job(job(), parse_status(FINISHED))
     assert value(metrics, "tba_job_info", phase="Running", **about) is None
     assert value(metrics, "tba_job_info", phase="Complete", **about) == 1
+
+
+def test_a_job_is_not_kept_for_its_series():
+    metrics, known = Metrics(), job()
+    metrics.set_job(known, parse_status(FINISHED))
+    kept = weakref.ref(known.spec)
+    del known
+    assert kept() is None and 'name="gsm8k"' in metrics.render().decode()
 
 
 def test_a_forgotten_job_has_no_series():

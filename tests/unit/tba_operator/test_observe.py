@@ -1,4 +1,5 @@
 import asyncio
+import weakref
 
 import pytest
 from support.jobs import smallest
@@ -8,7 +9,8 @@ from support.raw_pods import CREATED, CREATED_SECONDS, raw_pod, waiting
 from tba_operator.api import parse_job
 from tba_operator.caches import Caches, RecentWrites, trim
 from tba_operator.kubeapi import Forbidden
-from tba_operator.observe import EVENTS_SECONDS, STUCK_SECONDS, Observer
+from tba_operator.kueue import flavor
+from tba_operator.observe import CLUSTER_SECONDS, EVENTS_SECONDS, STUCK_SECONDS, Observer
 from tba_operator.podstate import pod_of
 from tba_operator.world import Ref
 
@@ -112,6 +114,38 @@ def test_a_child_of_another_owner_is_no_child():
 def test_a_pod_of_a_deleted_namesake_is_not_counted():
     old = raw_pod("searcher", creationTimestamp="2027-01-15T07:59:59Z")
     assert Scene(pods=[old]).view().observed.pods == ()
+
+
+@pytest.mark.parametrize("owners", [[], [{"kind": "Job", "name": "debug", "uid": "x", "controller": True}]])
+def test_a_copy_of_a_trainer_pod_is_no_trainer(owners):
+    copied = raw_pod("trainer", phase="Succeeded", ownerReferences=owners)
+    for found in (Scene(pods=[copied]).view(), live(copied)):
+        assert (found.observed.pods, found.observed.strays) == ((), ())
+
+
+def test_a_copy_of_a_searcher_pod_is_no_searcher():
+    assert Scene(pods=[raw_pod("searcher", ownerReferences=[])]).view().observed.pods == ()
+
+
+@pytest.mark.parametrize("left", [{"creationTimestamp": "2027-01-15T07:59:59Z"}, {"ownerReferences": []}])
+def test_a_trainer_that_runs_without_the_job_is_waited_for(left):
+    for found in (Scene(pods=[raw_pod("trainer", **left)]).view(), live(raw_pod("trainer", **left))):
+        assert found.observed.pods == ()
+        assert [pod.name for pod in found.observed.strays] == ["gsm8k-trainer-0"]
+        assert found.look_again_seconds is not None
+
+
+def test_the_node_of_a_trainer_that_is_waited_for_is_asked_too():
+    left = raw_pod("trainer", node="lost", ownerReferences=[], deletionTimestamp="2027-01-15T08:01:39Z")
+    assert Scene(pods=[left]).view().observed.not_ready_nodes == {"lost"}
+
+
+def live(*pods):
+    """The live view of a cluster with these pods."""
+    scene = Scene()
+    for pod in pods:
+        scene.api.put(pod)
+    return scene.live_view()
 
 
 def test_our_own_write_is_seen_before_the_watch_shows_it_and_looked_at_again():
@@ -224,6 +258,40 @@ def test_one_listing_of_events_serves_for_a_while():
     assert scene.view().observed.create_failures == ("later",)
 
 
+def test_events_are_looked_at_again_when_they_may_be_listed_anew():
+    scene = Scene(children=[searchers(replicas=2)])
+    assert scene.view().look_again_seconds == EVENTS_SECONDS
+    scene.clock.now += 5
+    assert scene.view().look_again_seconds == EVENTS_SECONDS - 5
+    pod = raw_pod("trainer", phase="Pending", container=waiting("ContainerCreating"))
+    assert Scene(pods=[pod]).view().look_again_seconds == EVENTS_SECONDS
+
+
+def test_a_failure_from_before_the_newest_pod_has_been_mended():
+    mended = raw_pod("searcher", creationTimestamp="2027-01-15T08:00:30Z")
+    scene = Scene(children=[searchers(replicas=2)], pods=[mended])
+    scene.api.put(event("FailedCreate", "child", "exceeded quota: gpu", at="2027-01-15T08:00:29Z"))
+    assert scene.view().observed.create_failures == ()
+
+
+def test_a_failure_of_the_second_in_which_another_pod_was_created_holds():
+    created = raw_pod("searcher", creationTimestamp="2027-01-15T08:00:30Z")
+    scene = Scene(children=[searchers(replicas=2)], pods=[created])
+    scene.api.put(event("FailedCreate", "child", "exceeded quota: gpu", at="2027-01-15T08:00:30Z"))
+    assert scene.view().observed.create_failures == ("exceeded quota: gpu",)
+
+
+def test_events_of_a_namespace_that_nobody_asks_about_are_not_kept():
+    scene = Scene(children=[searchers(replicas=2)])
+    scene.view()
+    scene.clock.now += EVENTS_SECONDS
+    other = raw_job(namespace="other")
+    gone = weakref.ref(scene.observer._listing["default", "FailedCreate"])
+    scene.caches._children["other", "gsm8k"] = [searchers(replicas=2)]
+    scene.view(other)
+    assert gone() is None
+
+
 def test_events_that_may_not_be_read_are_none():
     scene = Scene(children=[searchers(replicas=2)])
     scene.api.fail(Forbidden("events is forbidden"), kind="Event")
@@ -252,6 +320,38 @@ def test_the_flavors_of_an_admitted_workload_are_read():
     scene.api.put({"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "ResourceFlavor", "metadata": {"name": "a100"}})
     observed = scene.view(queued()).observed
     assert observed.kueue and set(observed.flavors) == {"a100"}
+
+
+def resource_flavor(name):
+    return {"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "ResourceFlavor", "metadata": {"name": name}}
+
+
+def test_a_flavor_that_may_not_be_read_is_told_and_asked_for_again():
+    scene = Scene(children=[workload("a100")], kueue=True)
+    scene.api.put(resource_flavor("a100"))
+    scene.api.fail(Forbidden("cannot get resource resourceflavors"), kind="ResourceFlavor")
+    view = scene.view(queued())
+    assert view.observed.denied == {flavor("a100"): "cannot get resource resourceflavors"}
+    assert not view.observed.flavors and view.look_again_seconds == CLUSTER_SECONDS
+    assert set(scene.view(queued()).observed.flavors) == {"a100"}, "once the right is given"
+
+
+def test_a_flavor_that_is_known_stays_known_when_the_right_to_read_it_goes():
+    scene = Scene(children=[workload("a100")], kueue=True)
+    scene.api.put(resource_flavor("a100"))
+    scene.view(queued())
+    scene.clock.now += CLUSTER_SECONDS + 1
+    scene.api.fail(Forbidden("cannot get resource resourceflavors"), kind="ResourceFlavor")
+    observed = scene.view(queued()).observed
+    assert set(observed.flavors) == {"a100"} and not observed.denied
+
+
+def test_a_priority_class_that_may_not_be_read_is_told():
+    scene = Scene(kueue=True)
+    scene.api.fail(Forbidden("cannot get resource workloadpriorityclasses"), kind="WorkloadPriorityClass")
+    raw = raw_job(labels={"kueue.x-k8s.io/queue-name": "main", "kueue.x-k8s.io/priority-class": "high"})
+    (told,) = scene.view(raw).observed.denied.values()
+    assert told == "cannot get resource workloadpriorityclasses"
 
 
 def test_without_a_queue_nothing_of_kueue_is_read():

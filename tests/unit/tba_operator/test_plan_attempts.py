@@ -166,6 +166,28 @@ def test_a_job_deleted_by_hand_comes_back_when_its_pod_is_gone():
     assert world.phase == "Running" and len(world.jobs()) == 1
 
 
+def test_a_job_made_again_under_its_number_counts_from_nothing():
+    world = running()
+    world.end(world.trainer, 1)
+    world.settle()
+    world.remove_job(1)
+    world.settle()
+    for failures in (2, 3):
+        world.end(world.trainer, 1)
+        world.settle()
+        assert (world.jobs(), world.status.trainer.failures) == ([1], failures)
+    assert world.truly_failed == 3
+
+
+def test_a_status_without_the_jobs_uid_takes_the_job_for_the_one_that_it_counted():
+    world = running()
+    world.end(world.trainer, 1)
+    world.settle()
+    del world.manifest["status"]["trainer"]["attemptUid"]
+    world.settle()
+    assert world.status.trainer.failures == 1 and world.status.trainer.attempt_uid
+
+
 def test_a_trainer_on_a_dead_node_is_replaced_by_the_next_attempt():
     world = running()
     pod = world.trainer

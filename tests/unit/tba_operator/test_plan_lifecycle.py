@@ -257,6 +257,18 @@ def test_cleanup_policy_after_completion(policy, jobs, replicas):
     assert world.is_quiet()
 
 
+@pytest.mark.parametrize("policy", ["None", "Running"])
+def test_a_job_that_completes_keeps_its_trainer_although_the_trainers_job_has_yet_to_say_so(policy):
+    world = running(runPolicy={"cleanupPolicy": policy})
+    pod = world.trainer
+    world.end(pod, 0)
+    world.reconcile()
+    world.reconcile()
+    assert world.status.is_true("Complete") and world.jobs() == [1]
+    world.settle()
+    assert world.jobs() == [1] and pod.uid in world.pods, "for its logs"
+
+
 def test_a_failed_job_stops_its_running_trainer():
     world = running(runPolicy={"startupDeadlineSeconds": 50, "activeDeadlineSeconds": 100})
     world.pass_time(100)
@@ -309,6 +321,62 @@ def test_the_startup_deadline_is_over_once_the_trainer_was_ready():
     world.pass_time(5000)
     world.settle()
     assert world.condition("TrainerReady") == ("False", "Restarting") and not world.job.finished
+
+
+def started_while_nobody_watched(**last_words):
+    """The trainer was ready and is being replaced, all of it while the controller was away."""
+    world = World.of(runPolicy={"startupDeadlineSeconds": 600, "backoffLimit": 9})
+    world.reconcile()
+    world.controllers()
+    world.kubelets()
+    pod = world.trainer
+    world.end(pod, 1, progress=said(pod.uid, **last_words))
+    world.controllers()
+    world.pass_time(5000)
+    world.reconcile()
+    return world
+
+
+@pytest.mark.parametrize("words", [{"step": 0}, {"step": 30, "state": "Failed"}], ids=["it trained", "it made steps"])
+def test_a_trainer_that_worked_while_nobody_watched_keeps_the_startup_deadline(words):
+    world = started_while_nobody_watched(**words)
+    assert not world.job.finished
+    assert world.condition("TrainerReady") == ("False", "Restarting")
+    world.pods = {uid: pod for uid, pod in world.pods.items() if not pod.over}
+    world.reconcile()
+    assert not world.job.finished, "it is remembered"
+
+
+@pytest.mark.parametrize("words", [{"run_id": ""}, {"step": 0, "state": "Starting"}, {"step": 0, "state": "Failed"}])
+def test_last_words_of_a_trainer_that_never_came_up_do_not_keep_it(words):
+    world = started_while_nobody_watched(**words)
+    assert world.condition("Failed") == ("True", "StartupDeadlineExceeded")
+
+
+def test_what_was_said_before_the_start_does_not_keep_the_startup_deadline():
+    world = running(runPolicy={"startupDeadlineSeconds": 600})
+    pod = world.trainer
+    world.end(pod, 143, progress=said(pod.uid, step=30))
+    ended = world.pods[pod.uid]
+    world.change(None, suspend=True)
+    world.settle()
+    world.pass_time(1000)
+    world.change(None, suspend=False)
+    world.reconcile()
+    world.pass_time(601)
+    world.reconcile(pods=(ended,))
+    assert world.condition("Failed") == ("True", "StartupDeadlineExceeded")
+
+
+def test_a_trainer_that_is_heard_training_keeps_the_startup_deadline_before_it_is_seen_ready():
+    world = World.of(runPolicy={"startupDeadlineSeconds": 600})
+    world.reconcile()
+    world.controllers()
+    world.set(world.trainer, phase="Running", node="n")
+    world.speak(step=0)
+    world.pass_time(5000)
+    world.reconcile()
+    assert not world.job.finished
 
 
 def test_a_finished_job_is_removed_when_its_time_is_over():

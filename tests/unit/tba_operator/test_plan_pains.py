@@ -129,8 +129,7 @@ def test_a_crash_loop_tells_the_last_words():
         world.crash_searcher(pod, 1, message="ValueError: max_model_len")
     reason, message = degraded(world)
     assert reason == "CrashLoop" and "ValueError: max_model_len" in message and "one more searcher pod" in message
-    pod = world.of_role("searcher")[0]
-    world.set(pod, waiting_reason=None, restarts=7)
+    world.set(world.of_role("searcher")[0], waiting_reason=None)
     assert world.is_quiet(), "the loop's turns are no news"
     for pod in world.of_role("searcher"):
         world.set(pod, ready=True, waiting_reason=None)
@@ -190,6 +189,18 @@ def test_a_missing_config_map_is_named_with_its_key():
     world.set(world.trainer, waiting_reason="FailedMount", waiting_message='configmap "prompts" not found')
     reason, message = degraded(world)
     assert reason == "ConfigMapNotFound" and "with train.jsonl" in message
+
+
+def test_a_misspelt_account_of_the_cloud_is_named_with_its_field():
+    identity = {"workloadIdentity": {"serviceAccountName": "cluod"}}
+    world = starting(storage={"uri": "s3://b/run", "credentials": identity})
+    world.create_failures = (
+        'pods "gsm8k-trainer-1-0-" is forbidden: error looking up service account lab/cluod: '
+        'serviceaccount "cluod" not found',
+    )
+    reason, message = degraded(world)
+    assert reason == "ServiceAccountNotFound"
+    assert message.startswith("ServiceAccount lab/cluod does not exist. Create it or correct workloadIdentity.")
 
 
 def test_a_volume_that_cannot_be_mounted_and_a_container_that_cannot_start_are_told():
@@ -267,6 +278,7 @@ def test_a_refused_pod_template_is_not_tried_again_until_the_spec_changes():
     world.reconcile()
     reason, message = degraded(world)
     assert reason == "InvalidPodTemplate" and "Invalid value: 7" in message and "spec.trainer" in message
+    assert "tried again when the spec changes, and now and then" in message
     world.refusing = {}
     world.change("trainer", resources={"limits": {"memory": "8Gi"}})
     world.settle()

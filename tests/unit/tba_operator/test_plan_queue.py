@@ -1,7 +1,7 @@
 """A job with a Kueue queue, through the plan."""
 
 import pytest
-from support.job_world import NAME, NAMESPACE, STATEFUL_SET, World
+from support.job_world import NAME, NAMESPACE, STATEFUL_SET, World, job_ref
 
 from tba_operator.kueue import API_VERSION
 from tba_operator.world import Ref
@@ -15,12 +15,13 @@ def queued(**spec):
     return world
 
 
-def admit(world, searchers):
+def admit(world, searchers, flavor=None):
     conditions = [
         {"type": kind, "status": "True", "reason": kind, "message": "", "lastTransitionTime": "2027-01-15T08:00:00Z"}
         for kind in ("QuotaReserved", "Admitted")
     ]
-    assigned = [{"name": "trainer", "count": 1}, {"name": "searcher", "count": searchers}]
+    given = {"flavors": {"cpu": flavor}} if flavor is not None else {}
+    assigned = [{"name": "trainer", "count": 1, **given}, {"name": "searcher", "count": searchers, **given}]
     admission = {"clusterQueue": "lab", "podSetAssignments": assigned}
     world.objects[WORKLOAD]["status"] = {"conditions": conditions, "admission": admission}
 
@@ -36,6 +37,77 @@ def admitted(searchers=2, **spec):
     world.settle()
     admit(world, searchers)
     return world.settle()
+
+
+def placed(**spec):
+    """A running job on the nodes of a flavor."""
+    world = queued(**spec)
+    world.flavors = {"spot": flavor(pool="a")}
+    world.settle()
+    admit(world, 2, flavor="spot")
+    return world.settle()
+
+
+def flavor(**labels):
+    return {"spec": {"nodeLabels": labels}}
+
+
+def selectors(world):
+    """Node selectors of the searchers and of the newest trainer Job."""
+    templates = [world.objects[ref]["spec"]["template"] for ref in (STATEFUL_SET, job_ref(world.jobs()[-1]))]
+    return [template["spec"].get("nodeSelector") for template in templates]
+
+
+def test_an_edited_flavor_moves_no_pod_that_runs():
+    world = placed(searcher={"replicas": 2})
+    world.flavors = {"spot": flavor(pool="b")}
+    assert world.is_quiet()
+
+
+def test_an_edited_flavor_is_where_the_pods_of_the_next_admission_go():
+    world = placed(searcher={"replicas": 2})
+    assert selectors(world) == [{"pool": "a"}, {"pool": "a"}]
+    world.change(None, suspend=True)
+    world.settle()
+    world.flavors = {"spot": flavor(pool="b")}
+    world.change(None, suspend=False)
+    world.settle()
+    admit(world, 2, flavor="spot")
+    world.settle()
+    assert selectors(world) == [{"pool": "b"}, {"pool": "b"}] and world.is_quiet()
+
+
+def test_a_flavor_that_is_gone_stops_no_pod_but_none_is_made():
+    world = placed(searcher={"replicas": 2})
+    world.flavors = {}
+    world.change("searcher", replicas=3, image="mine:2")
+    world.change("trainer", image="mine:2")
+    world.settle()
+    assert world.condition("Admitted") == ("True", "Admitted") and world.phase == "Running"
+    assert "no ResourceFlavor spot: create it" in world.message("Admitted")
+    assert len(world.of_role("searcher")) == 2 and world.jobs() == [1]
+    world.remove_job(1)
+    world.settle()
+    assert world.jobs() == [], "where its pod would go is unknown"
+    world.flavors = {"spot": flavor(pool="a")}
+    world.settle(rounds=60)
+    assert world.phase == "Running" and world.status.searcher.updated_replicas == 2
+
+
+def test_fewer_searchers_need_no_flavor():
+    world = placed(searcher={"replicas": 2})
+    world.flavors = {}
+    world.change("searcher", replicas=1)
+    world.settle()
+    assert len(world.of_role("searcher")) == 1
+
+
+def test_a_job_that_has_not_started_waits_for_its_flavor_and_no_deadline_runs():
+    world = queued().settle()
+    admit(world, 2, flavor="spot")
+    world.settle()
+    assert world.condition("Admitted") == ("False", "Waiting") and world.status.start_time is None
+    assert not world.pods and world.jobs() == []
 
 
 def test_a_queued_job_has_a_workload_and_no_pods():
@@ -100,6 +172,8 @@ def test_the_workload_of_a_finished_job_is_told_so_when_its_pods_are_gone():
         world.kubelets()
         world.pass_time(2)
     (told,) = world.plan().replace_status
+    told_of = [reason for reason, _ in world.events]
+    assert told_of.count("Completed") == 1 and "Finished" not in told_of
     assert any(c["type"] == "Finished" and c["status"] == "True" for c in told["status"]["conditions"])
 
 

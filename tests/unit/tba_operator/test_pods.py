@@ -240,7 +240,7 @@ def test_threads_follow_the_cpu_share_and_are_not_set_without_one():
     [
         ({}, "1", "1"),
         ({"searcher": {"engine": {"tensorParallelSize": 4}}}, "1", "4"),
-        ({"trainer": {"gpusPerNode": 2}}, "2", "1"),
+        ({"trainer": {"gpusPerNode": 0}}, None, "1"),
         ({"searcher": {"engine": {"type": "transformers"}}}, None, None),
         ({"searcher": {"engine": {"type": "fake"}}, "trainer": {"gpusPerNode": 1}}, "1", None),
     ],
@@ -404,7 +404,7 @@ NEW_TRAINER = {
     "trainer.env": [{"name": "A", "value": "1"}],
     "trainer.envFrom": [{"secretRef": {"name": "x"}}],
     "trainer.resources": {"limits": {"cpu": "5"}},
-    "trainer.gpusPerNode": 2,
+    "trainer.gpusPerNode": 0,
     "trainer.podTemplate": {"spec": {"nodeSelector": {"a": "b"}}},
     "trainer.terminationGracePeriodSeconds": 30,
     "runPolicy.priorityClassName": "low",
@@ -470,11 +470,27 @@ def test_equal_hash_means_equal_template(path, value):
 
 def test_images_and_placement_are_inputs():
     plain = job()
-    place = Placement({"a": "b"})
+    place = Placement({"a": "b"}, flavors=("spot",))
     assert trainer_inputs(plain, IMAGES) != trainer_inputs(plain, Images(trainer="x", searcher="tba-searcher:1"))
     assert trainer_inputs(plain, IMAGES) == trainer_inputs(plain, Images(trainer="tba-trainer:1", searcher="x"))
     assert searcher_inputs(plain, IMAGES) != searcher_inputs(plain, IMAGES, place)
     assert searcher_inputs(plain, IMAGES) == searcher_inputs(plain, IMAGES, Placement())
+    checked = Placement(updates=({"nodeSelector": {"block": "7"}},))
+    assert searcher_inputs(plain, IMAGES) != searcher_inputs(plain, IMAGES, checked)
+
+
+@pytest.mark.parametrize("inputs", [trainer_inputs, searcher_inputs])
+def test_an_edit_of_a_flavor_is_no_new_template(inputs):
+    before, after = Placement({"a": "b"}, flavors=("spot",)), Placement({"a": "c"}, ({"key": "x"},), ("spot",))
+    assert inputs(job(), IMAGES, before) == inputs(job(), IMAGES, after)
+
+
+def test_another_engine_is_no_new_template_of_a_trainer_whose_gpus_are_given():
+    vllm, fake = ({"searcher": {"engine": {"type": kind}}, "trainer": {"gpusPerNode": 1}} for kind in ("vllm", "fake"))
+    assert trainer_inputs(job(**vllm), IMAGES) == trainer_inputs(job(**fake), IMAGES)
+    assert trainer_template(job(**vllm), IMAGES, 1) == trainer_template(job(**fake), IMAGES, 1)
+    del vllm["trainer"], fake["trainer"]
+    assert trainer_inputs(job(**vllm), IMAGES) != trainer_inputs(job(**fake), IMAGES), "its GPU follows the engine"
 
 
 def test_engine_settings_that_a_searcher_reads_at_its_start_make_new_pods():
@@ -485,7 +501,7 @@ def test_engine_settings_that_a_searcher_reads_at_its_start_make_new_pods():
 
 def test_the_hashes_of_a_job_are_those_of_the_first_release():
     # Others would roll the pods of every job when the operator is upgraded: leave a new input out while it is unset.
-    assert trainer_inputs(job(), IMAGES) == "d7de049f927a510d"
+    assert trainer_inputs(job(), IMAGES) == "b272a6c5afc38fe1"
     assert searcher_inputs(job(), IMAGES) == "c2ce7c7e89d58bfc"
-    assert trainer_inputs(job(**EVERYTHING), IMAGES) == "393c204b34e18b81"
+    assert trainer_inputs(job(**EVERYTHING), IMAGES) == "19672f1512c32db8"
     assert searcher_inputs(job(**EVERYTHING), IMAGES) == "e26f8f3c44bfadb2"

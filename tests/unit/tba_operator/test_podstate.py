@@ -2,7 +2,7 @@ import json
 
 from support.raw_pods import CREATED_SECONDS, condition, raw_pod, terminated, waiting
 
-from tba_operator.podstate import NO_EXIT_CODE, has_role, pod_of
+from tba_operator.podstate import NO_EXIT_CODE, belongs_to, has_role, pod_of
 
 
 def test_a_running_trainer_is_read():
@@ -10,7 +10,7 @@ def test_a_running_trainer_is_read():
         raw_pod(container={"restartCount": 2}, conditions=[condition("Ready")], status={"podIP": "10.0.0.7"}),
     )
     assert (pod.name, pod.uid, pod.role, pod.attempt) == ("gsm8k-trainer-0", "uid-gsm8k-trainer-0", "trainer", 1)
-    assert pod.ready and not pod.over and pod.restarts == 2
+    assert pod.ready and not pod.over
     assert (pod.ip, pod.node, pod.created) == ("10.0.0.7", "node-1", CREATED_SECONDS)
 
 
@@ -79,7 +79,7 @@ def test_the_last_words_of_a_process_are_read():
     words = json.dumps({"exitCode": 64, "message": "model.uri: not found", "progress": None})
     ended = pod_of(raw_pod(phase="Failed", container=terminated(64, message=words))).ended
     assert ended is not None and ended.termination is not None
-    assert (ended.exit_code, ended.message, ended.finished) == (64, "model.uri: not found", CREATED_SECONDS)
+    assert (ended.exit_code, ended.message) == (64, "model.uri: not found")
 
 
 def test_without_last_words_the_end_of_the_log_speaks():
@@ -122,6 +122,14 @@ def test_an_init_container_that_fails_again_and_again_is_the_last_end():
 def test_a_pod_without_a_role_is_none_of_ours():
     assert not has_role(raw_pod(labels={"tba.dev/role": "proxy"}))
     assert not has_role({"metadata": {"name": "x"}})
+
+
+def test_a_pod_belongs_to_the_workload_that_controls_it():
+    assert belongs_to(pod_of(raw_pod()), "gsm8k") and belongs_to(pod_of(raw_pod("searcher")), "gsm8k")
+    assert not belongs_to(pod_of(raw_pod(labels={"tba.dev/attempt": "x"})), "gsm8k")
+    owner = {"kind": "Job", "name": "gsm8k-trainer-2", "uid": "x", "controller": True}
+    assert not belongs_to(pod_of(raw_pod(ownerReferences=[owner])), "gsm8k")
+    assert not belongs_to(pod_of(raw_pod(ownerReferences=[owner | {"name": "gsm8k-trainer-1", "controller": False}])), "gsm8k")
 
 
 def test_an_attempt_that_is_no_number_is_none():

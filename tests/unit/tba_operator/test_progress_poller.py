@@ -15,7 +15,7 @@ from tba_operator.progress import (
     Unreachable,
     direct,
     parse_progress,
-    ready_trainers,
+    running_trainers,
     through_api,
 )
 
@@ -190,17 +190,27 @@ def test_a_trainer_that_hangs_does_not_hold_up_the_others():
     assert scene.woken == [("default", "quick")]
 
 
-def test_only_ready_trainers_with_an_address_are_asked_and_the_newest_of_them():
+def test_a_trainer_that_is_not_ready_yet_is_asked_what_it_waits_for():
+    starting = trainer("starting", ready=False)
+    assert running_trainers(Caches({}, {}, {KEY: [starting]})) == {KEY: starting}
+
+
+def test_a_copy_of_a_trainer_pod_does_not_speak_for_the_job():
+    own = trainer("own", creationTimestamp="2027-01-15T07:00:00Z")
+    copied = trainer("copied", ownerReferences=[])
+    assert running_trainers(Caches({}, {}, {KEY: [own, copied]})) == {KEY: own}
+
+
+def test_only_running_trainers_with_an_address_are_asked_and_the_newest_of_them():
     pods = [
-        trainer("unready", ready=False),
         trainer("no-address", ip=None),
         trainer("over", phase="Failed"),
         trainer("searcher", role="searcher"),
         trainer("old", creationTimestamp="2027-01-15T07:00:00Z"),
         trainer("new"),
     ]
-    assert ready_trainers(Caches({}, {}, {KEY: pods})) == {KEY: pods[-1]}
-    assert ready_trainers(Caches({}, {}, {KEY: pods[:4]})) == {}
+    assert running_trainers(Caches({}, {}, {KEY: pods})) == {KEY: pods[-1]}
+    assert running_trainers(Caches({}, {}, {KEY: pods[:3]})) == {}
 
 
 def test_what_is_no_progress_is_told():

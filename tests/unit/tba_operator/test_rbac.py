@@ -12,7 +12,6 @@ from support.simulated_time import now, run
 
 from tba_operator import handlers, rbac
 from tba_operator.api import PRIORITY_LABEL, QUEUE_LABEL, format_time
-from tba_operator.controller import vanished
 from tba_operator.lease import Election
 from tba_operator.world import Ref
 
@@ -85,19 +84,12 @@ def a_priority_without_the_label_of_kueue() -> set[Triple]:
 
 def an_election() -> set[Triple]:
     async def main() -> None:
-        election = Election(api, namespace="tba-system", identity="a", wall=now)
+        election = Election(api, namespace="tba-system", name="tba-operator", identity="a", wall=now)
         await election.run(lambda: asyncio.sleep(10))
 
     api = FakeKube(clock=lambda: 0.0)
     run(main())
     return asked_of(api)
-
-
-def a_watch_that_lists_again() -> set[Triple]:
-    world = Controlled(FakeKube(kueue=True))
-    for kind in handlers.kinds(kueue=True):
-        asyncio.run(vanished(world.api, world.caches, kind, ()))
-    return asked_of(world.api)
 
 
 def the_watches() -> set[Triple]:
@@ -110,7 +102,6 @@ STORIES = (
     a_life_in_a_queue,
     a_priority_without_the_label_of_kueue,
     an_election,
-    a_watch_that_lists_again,
     the_watches,
 )
 NOT_ASKED_FOR_BY_US: set[Triple] = {("tba.dev", "tbajobs/finalizers", "update")}

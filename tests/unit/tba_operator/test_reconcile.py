@@ -2,7 +2,9 @@ import pytest
 from support.controlled import Controlled
 from support.raw_pods import condition, raw_pod, terminated
 
+from tba_operator.apply import RETRY_SECONDS
 from tba_operator.kubeapi import Forbidden, Invalid, QuotaExceeded, Unavailable
+from tba_operator.reconcile import TRIES_BEFORE_TOLD
 from tba_operator.world import Ref
 
 JOB = ("default", "gsm8k")
@@ -187,6 +189,60 @@ def test_a_server_that_does_not_answer_leaves_the_status_as_it_was():
     assert world.status(key) == {}
 
 
+def test_a_server_that_fails_again_and_again_is_told():
+    world = Controlled()
+    key = world.create()
+    refused = Unavailable('HTTP 500: failed calling webhook "policy.example.com"')
+    world.api.fail(refused, verb="apply", kind="StatefulSet", times=None)
+    for _ in range(TRIES_BEFORE_TOLD):
+        assert world.status(key) == {}
+        with pytest.raises(Unavailable):
+            world.reconcile(key)
+    assert world.condition(key, "Degraded") == ("True", "WriteFailed")
+    assert "policy.example.com" in world.api.events[-1][2]
+    writes = len(world.api.writes)
+    with pytest.raises(Unavailable):
+        world.reconcile(key)
+    assert [verb for verb, _ in world.api.writes[writes:]].count("apply_status") == 0, "told once"
+    world.api.mend()
+    world.reconcile(key)
+    assert world.condition(key, "Degraded") == ("False", "AsExpected")
+
+
+def test_a_deletion_that_is_refused_again_and_again_is_told():
+    world = Controlled()
+    key = world.create()
+    world.settle(key)
+    world.api.edit(Ref("tba.dev/v1alpha1", "TBAJob", *key), spec={"suspend": True})
+    world.api.fail(Forbidden("jobs.batch is forbidden: cannot delete"), verb="delete", times=None)
+    for _ in range(TRIES_BEFORE_TOLD):
+        with pytest.raises(Forbidden):
+            world.reconcile(key)
+    assert world.condition(key, "Degraded") == ("True", "Forbidden")
+
+
+def test_a_status_that_cannot_be_written_either_hides_nothing():
+    world = Controlled()
+    key = world.create()
+    world.api.fail(Unavailable("first"), verb="apply", times=None)
+    world.api.fail(Unavailable("second"), verb="apply_status", times=None)
+    for _ in range(TRIES_BEFORE_TOLD + 1):
+        with pytest.raises(Unavailable, match="first"):
+            world.reconcile(key)
+
+
+def test_no_pod_starts_beside_a_config_of_somebody_else_however_often_it_is_tried():
+    world = Controlled()
+    theirs = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"namespace": "default", "name": "gsm8k-config"}}
+    world.api.put(theirs)
+    key = world.create()
+    for _ in range(4):
+        world.reconcile(key)
+        world.now += 2
+    assert SEARCHERS not in world.api and TRAINER not in world.api
+    assert world.condition(key, "Degraded") == ("True", "NameConflict")
+
+
 def test_what_could_not_be_done_is_counted():
     world = Controlled()
     key = world.create()
@@ -207,6 +263,39 @@ def test_a_user_error_ends_the_job_with_its_words():
     world.settle(key)
     assert world.condition(key, "Failed") == ("True", "UserError")
     assert world.status(key)["trainer"]["lastMessage"] == "model.uri: not found"
+
+
+def test_a_job_that_may_not_be_deleted_is_cleaned_up_all_the_same_and_told():
+    world = Controlled()
+    key = world.create(runPolicy={"ttlSecondsAfterFinished": 0, "cleanupPolicy": "All"})
+    world.settle(key)
+    world.api.fail(Forbidden("tbajobs is forbidden: cannot delete"), verb="delete", kind="TBAJob", times=None)
+    world.api.edit(TRAINER, status={"conditions": [{"type": "Complete", "status": "True"}]})
+    world.reconcile(key)
+    again = world.reconcile(key)
+    assert SEARCHERS not in world.api and TRAINER not in world.api
+    assert again == RETRY_SECONDS["Forbidden"]
+    assert ("Warning", "Forbidden") in [event[:2] for event in world.api.events]
+
+
+def test_a_copied_trainer_pod_that_ends_well_completes_nothing():
+    world = Controlled()
+    key = world.create()
+    world.settle(key)
+    world.api.put(raw_pod("trainer", "copied", phase="Succeeded", container=terminated(0), ownerReferences=[]))
+    world.settle(key)
+    assert world.condition(key, "Complete") == ("False", "NotFinished")
+
+
+def test_a_recreated_job_waits_for_the_trainer_of_its_namesake():
+    world = Controlled()
+    world.api.put(raw_pod("trainer", "saving", creationTimestamp="2027-01-15T07:00:00Z"))
+    key = world.create()
+    world.settle(key)
+    assert SEARCHERS in world.api and TRAINER not in world.api
+    world.api.remove(Ref("v1", "Pod", "default", "saving"))
+    world.settle(key)
+    assert TRAINER in world.api
 
 
 def test_an_expired_job_is_removed():

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from support.jobs import smallest
 
+import tba_operator
 from tba.cli import main
 from tba_operator.api import Images, parse_job
 from tba_operator.cli import describe, kubectl_tba
@@ -46,6 +47,16 @@ def run(capsys, entry, *arguments):
 
 
 # -- render
+
+
+def test_help_says_what_render_does_without_loading_it(capsys):
+    with pytest.raises(SystemExit):
+        main(["render", "--help"])
+    own = " ".join(capsys.readouterr().out.split())
+    assert tba_operator.COMMANDS["render"].removesuffix(".") in own
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "render    Print the objects that the operator makes" in capsys.readouterr().out
 
 
 def test_render_prints_what_the_operator_applies(tmp_path, capsys):

@@ -31,6 +31,7 @@ def test_all_variables_are_read():
             "TBA_WORKERS": "8",
             "TBA_HTTP_PORT": "9090",
             "TBA_IDENTITY": "pod-1",
+            "TBA_LEASE_NAME": "other-tba-operator",
         }
     )
     assert settings == Settings(
@@ -47,6 +48,7 @@ def test_all_variables_are_read():
         workers=8,
         http_port=9090,
         identity="pod-1",
+        lease_name="other-tba-operator",
     )
 
 

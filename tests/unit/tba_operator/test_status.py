@@ -104,6 +104,37 @@ def test_the_trainer_condition_says_what_is_awaited():
     assert "exit code 1 (Error): boom); another follows" in world.message("TrainerReady")
 
 
+def test_a_trainer_whose_process_has_just_ended_does_not_start_again():
+    world = running()
+    pod = world.set(world.trainer, ready=False)  # the kubelet tells of the container before it tells of the pod
+    world.reconcile()
+    assert world.condition("TrainerReady")[0] == "False" and world.phase == "Running"
+    world.end(pod, 0)
+    world.reconcile()
+    assert world.phase == "Complete"
+
+
+def test_a_trainer_that_follows_another_starts():
+    world = running()
+    world.end(world.trainer, 1)
+    world.controllers()
+    world.set(world.trainer, phase="Running", node="n")
+    for _ in range(2):
+        world.reconcile()
+        assert world.phase == "Starting"
+
+
+@pytest.mark.parametrize("seconds", [1e18, -1e18])
+def test_a_nonsensical_time_of_the_trainer_stops_no_pass(seconds):
+    world = running()
+    world.speak(last_updated_time=seconds)
+    world.settle()
+    assert world.status.progress.last_updated_time in ("9999-12-31T23:59:59Z", "1970-01-01T00:00:00Z")
+    world.end(world.trainer, 143, progress=said(world.trainer.uid, last_updated_time=seconds))
+    world.settle()
+    assert world.is_quiet()
+
+
 def test_the_trainers_pod_is_named_while_it_is_away_but_not_ready():
     world = running()
     name = world.trainer.name

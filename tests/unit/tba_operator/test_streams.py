@@ -10,10 +10,22 @@ from tba_operator.streams import LOGIN_PAUSE_SECONDS, SERVER_TIMEOUT_SECONDS, ST
 SERVER = "https://10.0.0.1:443"
 
 
+def item(uid, spec=None, **metadata):
+    return {"metadata": {"uid": uid, "name": uid, **metadata}, "spec": spec or {}}
+
+
 class Told:
     def __init__(self):
-        self.heard, self.again = [], []
-        self.streams = Streams(self.heard.append, self.again.append)
+        self.heard, self.pages = [], []
+        self.streams = Streams(self.heard.append, self.page)
+
+    def page(self, stream, uids, *, first, last):
+        self.pages.append((stream, list(uids), first, last))
+
+    def read(self, path, *items, more=""):
+        body = {"kind": "PodList", "apiVersion": "v1", "metadata": {"continue": more}, "items": list(items)}
+        self.streams.read(URL(SERVER + path), body)
+        return body["items"]
 
     def answer(self, path, status=200):
         self.streams.answered(URL(SERVER + path), status)
@@ -54,14 +66,25 @@ def test_a_list_says_nothing_of_a_watch():
     assert told.heard == []
 
 
-def test_only_a_second_list_may_lack_what_was_deleted_meanwhile():
+def test_the_pages_of_a_list_are_told():
     told = Told()
-    told.answer("/api/v1/pods?limit=500")
-    told.answer("/api/v1/pods?limit=500&continue=abc")
-    told.answer("/apis/batch/v1/jobs?limit=500")
-    assert told.again == []
-    told.answer("/api/v1/pods?limit=500")
-    assert told.again == ["pods"]
+    told.read("/api/v1/pods?limit=500", item("a"), item("b"), more="x")
+    told.read("/api/v1/pods?limit=500&continue=x", item("c"))
+    assert told.pages == [("pods", ["a", "b"], True, False), ("pods", ["c"], False, True)]
+
+
+def test_kopf_gets_listed_objects_trimmed_and_with_their_kind():
+    spec = {"nodeName": "n", "containers": [{"big": 1}]}
+    [pod] = Told().read("/api/v1/pods", item("a", spec=spec, managedFields=[{}]))
+    assert (pod["kind"], pod["apiVersion"], pod["spec"]) == ("Pod", "v1", {"nodeName": "n"})
+    assert "managedFields" not in pod["metadata"]
+
+
+@pytest.mark.parametrize("body", [{"kind": "APIResourceList", "resources": []}, {"items": None}, [], "text"])
+def test_what_is_no_list_of_objects_is_left_alone(body):
+    told = Told()
+    told.streams.read(URL(SERVER + "/api/v1/pods"), body)
+    assert told.pages == []
 
 
 def test_a_live_watch_is_answered_long_before_it_counts_as_stale():

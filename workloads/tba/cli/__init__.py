@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -29,7 +29,10 @@ COMMANDS = {
 }
 """Name -> one line of help; the code is in `tba.cli.<name>`."""
 PLUGINS = "tba.commands"
-"""Entry point group of further commands: each names a function or a typer application."""
+"""Entry point group of further commands: each names a function or a typer application.
+
+Their lines of help are in `COMMANDS` of the plugin's top package, which must be cheap to import.
+"""
 
 
 class _Lazy(TyperCommand):
@@ -62,11 +65,19 @@ class _LazyGroup(TyperGroup):
             self.commands[name] = _Lazy(name, summary, f"tba.cli.{name}")
         for point in entry_points(group=PLUGINS):
             if point.name not in self.commands:
-                self.commands[point.name] = _Lazy(point.name, f"(from {point.module})", point.value)
+                self.commands[point.name] = _Lazy(point.name, _summary(point), point.value)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
         return name, command.load() if isinstance(command, _Lazy) else command, rest
+
+
+def _summary(point: EntryPoint) -> str:
+    try:
+        package = import_module(point.module.partition(".")[0])
+    except ImportError:  # a broken plugin breaks its own command only
+        package = None
+    return getattr(package, "COMMANDS", {}).get(point.name, f"(from {point.module})")
 
 
 def _version(wanted: bool) -> None:

@@ -83,7 +83,7 @@ class Trainer(Container, TrainerSettings):
     """The trainer pod. Immutable unless the job is suspended."""
 
     gpus_per_node: int | None = Field(default=None, ge=0)
-    """null: 1, or 0 with a CPU engine."""
+    """null: 1, or 0 with a CPU engine; this release uses at most one."""
     nodes: int = Field(default=1, ge=1)
     """Trainer pods; this release has one."""
     colocated_searcher: ColocatedSearcher = ColocatedSearcher()
@@ -91,9 +91,14 @@ class Trainer(Container, TrainerSettings):
     """Time to write a checkpoint and stop."""
 
     @model_validator(mode="after")
-    def _one_node(self) -> Self:
+    def _one_process(self) -> Self:
         if self.nodes != 1:
             raise ValueError(f"nodes must be 1 in this release, got {self.nodes}: the trainer runs in one pod")
+        if (self.gpus_per_node or 0) > 1:
+            raise ValueError(
+                f"gpusPerNode must be 0 or 1 in this release, got {self.gpus_per_node}: the trainer is one process on "
+                "one GPU"
+            )
         return self
 
 

@@ -16,6 +16,7 @@ from tba.contracts.runfile import RunFile, read_run_file
 from tba.live import LiveSettings
 from tba.log import DATA_AWAITED, PROCESS_STARTED, SIGNAL_RECEIVED, bind, configure, log
 from tba.prompts import PromptWalk, load_prompt_set
+from tba.relocation import following
 from tba.rewards.sandbox import RewardPool
 from tba.rewards.stored import get_reward_code
 from tba.run_record import find_run_record
@@ -75,9 +76,13 @@ def run_searcher(options: SearcherOptions) -> int:
             stack.callback(server.close)
         store = open_run_store(live().storage, options.storage)
         stack.callback(store.close)
+        known: list[RunRecord] = []
+        follows = following(store, lambda: live().storage, run_id=lambda: known[0].run_id if known else None)
+        stack.enter_context(follows)
         record = await_record(store, stopped, beat=heartbeat.beat)
         if record is None:
             return TERMINATED_EXIT
+        known.append(record)
         if options.config_dir is None:
             live = LiveSettings(None, _as_recorded(record, options.storage))
         loop = _assemble(options, run_file, record, live, store, stopped, heartbeat, stack)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from obstore.exceptions import BaseError
 from obstore.store import S3Store as ObstoreS3
 
 from tba.contracts.errors import UserError
@@ -56,7 +57,8 @@ class S3Location:
     endpoint: str | None
     region: str
     path_style: bool
-    ca_bundle: Path | None
+    ca_bundle: str | None
+    """PEM text rather than its path, so that a changed file is another location."""
 
     @property
     def uri(self) -> str:
@@ -77,7 +79,7 @@ def locate(
     ca_bundle: Path | None,
     environ: Mapping[str, str],
 ) -> S3Location:
-    """Resolve an `s3://` URI. Raises: UserError for a malformed URI or endpoint or a missing CA file."""
+    """Resolve an `s3://` URI. Raises: UserError for a malformed URI or endpoint or an unreadable CA file."""
     parts = urlsplit(uri)
     root = parts.path.strip("/")
     if not parts.netloc or parts.query or parts.fragment:
@@ -91,16 +93,22 @@ def locate(
     if endpoint and (urlsplit(endpoint).scheme not in ("http", "https") or not urlsplit(endpoint).hostname):
         raise UserError(f"storage endpoint must be an http:// or https:// URL, got {endpoint!r}")
     bundle = ca_bundle or (Path(environ["AWS_CA_BUNDLE"]) if environ.get("AWS_CA_BUNDLE") else None)
-    if bundle and not bundle.is_file():
-        raise UserError(f"CA bundle {bundle} is no file; give the path of a PEM file")
     return S3Location(
         bucket=parts.netloc,
         root=root,
         endpoint=endpoint.rstrip("/") if endpoint else None,
         region=region or environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or "us-east-1",
         path_style=force_path_style if force_path_style is not None else endpoint is not None,
-        ca_bundle=bundle,
+        ca_bundle=_pem(bundle) if bundle else None,
     )
+
+
+def _pem(bundle: Path) -> str:
+    try:
+        return bundle.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no text"
+        raise UserError(f"CA bundle {bundle} cannot be read: {reason}; give the path of a PEM file") from error
 
 
 def find_credentials(environ: Mapping[str, str]) -> KeySource:
@@ -137,7 +145,10 @@ def static_credentials(key: str, secret: str, token: str | None = None) -> KeySo
 
 
 def connect(location: S3Location, keys: KeySource, policy: RetryPolicy) -> ObstoreS3:
-    """An obstore client at the root of the bucket that never retries by itself; nothing is sent yet."""
+    """An obstore client at the root of the bucket that never retries by itself; nothing is sent yet.
+
+    Raises: UserError for a CA that is no certificate.
+    """
     endpoint = location.endpoint
     if endpoint and not location.path_style:
         # obstore wants the bucket inside the endpoint when it is addressed by host name.
@@ -150,15 +161,23 @@ def connect(location: S3Location, keys: KeySource, policy: RetryPolicy) -> Obsto
         "timeout": timedelta(seconds=policy.request_timeout_seconds),
     }
     if location.ca_bundle:
-        options["root_certificate"] = location.ca_bundle.read_bytes()
+        options["root_certificate"] = location.ca_bundle.encode()
     # Both names: obstore reads AWS_ENDPOINT_URL_S3 itself and prefers it to `endpoint`.
     where = {"endpoint": endpoint, "aws_endpoint_url_s3": endpoint} if endpoint else {}
-    return ObstoreS3(
-        location.bucket,
-        region=location.region,
-        virtual_hosted_style_request=not location.path_style,
-        credential_provider=keys.provider,
-        client_options=options,  # pyright: ignore[reportArgumentType]
-        retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=policy.request_timeout_seconds)},
-        **where,  # pyright: ignore[reportArgumentType]
-    )
+    try:
+        return ObstoreS3(
+            location.bucket,
+            region=location.region,
+            virtual_hosted_style_request=not location.path_style,
+            credential_provider=keys.provider,
+            client_options=options,  # pyright: ignore[reportArgumentType]
+            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=policy.request_timeout_seconds)},
+            **where,  # pyright: ignore[reportArgumentType]
+        )
+    except (ValueError, BaseError) as error:
+        if not location.ca_bundle:
+            raise
+        reason = str(error).split("\n", 1)[0]
+        raise UserError(
+            f"CA bundle for {location.uri} holds no certificate: {reason}; give PEM certificates"
+        ) from error

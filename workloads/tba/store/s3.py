@@ -4,6 +4,7 @@ import email.utils
 import itertools
 import ssl
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
@@ -28,6 +29,7 @@ from tba.store.transfer import Transfer, TransferSettings, UploadLost
 
 if TYPE_CHECKING:
     from obstore import GetOptions, PutMode
+    from obstore.store import S3Store as ObstoreS3
 
 T = TypeVar("T")
 _PRESIGNED_FOR = timedelta(hours=1)
@@ -37,8 +39,16 @@ _COMPARE_BYTES = 64 << 20
 _UPLOAD_ATTEMPTS = 3
 
 
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """A location and the client that speaks to it: replaced as one, so that no request mixes two places."""
+
+    location: S3Location
+    client: "ObstoreS3"
+
+
 class S3Store:
-    """`ObjectStore` over one prefix of a bucket."""
+    """`ObjectStore` over one prefix of a bucket, whose address may change while it is used."""
 
     def __init__(
         self,
@@ -51,13 +61,32 @@ class S3Store:
         weather: Weather | None = None,
     ) -> None:
         self.uri = location.uri
-        self.location = location
         policy = retry or RetryPolicy()
         self._settings = settings or TransferSettings()
         self._keys = keys
-        self._client = connect(location, keys, policy)
+        self._link = _Link(location, connect(location, keys, policy))
         self._retrier = Retrier(policy, observe=observe, weather=weather, rotation=keys.rotation)
         self.transfer = Transfer(self._sign, self._retrier, self._settings, self._tls)
+
+    @property
+    def location(self) -> S3Location:
+        """Where requests go now."""
+        return self._link.location
+
+    def relocate(self, location: S3Location) -> None:
+        """Reach the same objects at another endpoint, or by another region, addressing style or CA.
+
+        The next attempt of every call goes there, those that are being retried included; connections to the old place
+        are closed as they fall free. Any thread may call it. Raises: UserError for a CA that is no certificate.
+        """
+        if location.uri != self.uri:
+            raise ValueError(f"a store stays at its bucket and prefix {self.uri}, got {location.uri}")
+        self._link = _Link(location, connect(location, self._keys, self._retrier.policy))
+
+    def trial(self, location: S3Location) -> "S3Store":
+        """Another store with the same keys at a location to be tried; it never insists. The caller closes it."""
+        once = RetryPolicy(max_attempts=1, request_timeout_seconds=self._retrier.policy.request_timeout_seconds)
+        return S3Store(location, KeySource(self._keys.provider), retry=once, settings=self._settings)
 
     def get(self, key: str) -> StoredObject:
         """See ObjectStore.get."""
@@ -81,7 +110,7 @@ class S3Store:
 
         def attempt() -> ObjectInfo:
             try:
-                return _info(key, self._client.head(self.location.path(key)))
+                return _info(key, self._link.client.head(self.location.path(key)))
             except (BaseError, FileNotFoundError) as error:
                 # A HEAD reply has no body, so it cannot tell a missing key from a missing bucket: GET can.
                 if "status code: 4" in str(error):
@@ -126,13 +155,13 @@ class S3Store:
         """See ObjectStore.delete."""
         paths = map(self.location.path, keys)
         while batch := list(itertools.islice(paths, _DELETE_BATCH)):
-            self._call("delete", "", lambda batch=batch: self._client.delete(batch))
+            self._call("delete", "", lambda batch=batch: self._link.client.delete(batch))
 
     def now(self) -> float:
         """See ObjectStore.now: the `Date` header, in whole seconds."""
-        url = self._sign("HEAD", self.location.root or "tba", {}).split("?")[0]
 
         def attempt() -> float:
+            url = self._sign("HEAD", self.location.root or "tba", {}).split("?")[0]
             date = self.transfer.server_time(url, self.uri)
             try:
                 return email.utils.parsedate_to_datetime(date).timestamp()
@@ -161,7 +190,7 @@ class S3Store:
         return self._retrier.call(operation, subject, attempt, remedy=remedy)
 
     def _get(self, key: str, options: "GetOptions | None" = None) -> StoredObject:
-        reply = self._client.get(self.location.path(key), options=options)
+        reply = self._link.client.get(self.location.path(key), options=options)
         etag = reply.meta["e_tag"]
         if not etag:
             raise Transient("server sent no etag")
@@ -170,7 +199,7 @@ class S3Store:
     def _put(self, key: str, data: Readable, mode: "PutMode") -> str:
         """One conditional PUT. Raises: Conflict."""
         try:
-            etag = self._client.put(self.location.path(key), data, mode=mode, use_multipart=False)["e_tag"]
+            etag = self._link.client.put(self.location.path(key), data, mode=mode, use_multipart=False)["e_tag"]
         except (AlreadyExistsError, PreconditionError) as error:
             # 404 comes here too (If-Match on a missing key), and 409 for two writes in flight: only the
             # first of these is a lost race.
@@ -219,31 +248,31 @@ class S3Store:
             offset = page[-1]["path"]
 
     def _page(self, prefix: str, offset: str | None) -> list["obstore.ObjectMeta"]:
-        stream = self._client.list(prefix or None, offset=offset, chunk_size=_PAGE_KEYS)
+        stream = self._link.client.list(prefix or None, offset=offset, chunk_size=_PAGE_KEYS)
         return list(next(iter(stream), []))
 
     def _sign(self, method: str, path: str, headers: Mapping[str, str]) -> str:
         """Presign; obstore signs what it can spell, botocore the rest (queries, signed headers)."""
+        link = self._link
         path, _, query = path.partition("?")
         if not query and not headers and method in ("GET", "PUT", "HEAD"):
-            return obstore.sign(self._client, method, path, _PRESIGNED_FOR)
+            return obstore.sign(link.client, method, path, _PRESIGNED_FOR)
         from botocore.auth import S3SigV4QueryAuth
         from botocore.awsrequest import AWSRequest
         from botocore.credentials import Credentials
 
         credential = self._keys()
-        url = obstore.sign(self._client, "PUT", path, _PRESIGNED_FOR).split("?")[0]
+        url = obstore.sign(link.client, "PUT", path, _PRESIGNED_FOR).split("?")[0]
         request = AWSRequest(method, f"{url}?{query}" if query else url, headers=dict(headers))
         signer = Credentials(credential["access_key_id"], credential["secret_access_key"], credential.get("token"))
-        S3SigV4QueryAuth(signer, "s3", self.location.region, int(_PRESIGNED_FOR.total_seconds())).add_auth(request)
+        S3SigV4QueryAuth(signer, "s3", link.location.region, int(_PRESIGNED_FOR.total_seconds())).add_auth(request)
         assert request.url
         return request.url
 
     def _tls(self) -> ssl.SSLContext:
-        bundle = self.location.ca_bundle
         context = ssl.create_default_context()
-        if bundle:
-            context.load_verify_locations(cafile=bundle)
+        if bundle := self.location.ca_bundle:
+            context.load_verify_locations(cadata=bundle)
         return context
 
 

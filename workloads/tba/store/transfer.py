@@ -70,7 +70,7 @@ class Transfer:
         self._retrier = retrier
         self._settings = settings
         self._tls = tls
-        self._idle: queue.SimpleQueue[http.client.HTTPConnection] = queue.SimpleQueue()
+        self._idle: queue.SimpleQueue[tuple[str, http.client.HTTPConnection]] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(settings.num_threads, thread_name_prefix="tba-s3-transfer")
 
     def close(self) -> None:
@@ -134,7 +134,10 @@ class Transfer:
 
     def _send_part(self, path: str, subject: str, upload_id: str, number: int, part: memoryview) -> str:
         target = f"{path}?partNumber={number}&uploadId={quote(upload_id, safe='')}"
-        etag = self._request("PUT", target, subject, part).headers.get("etag")
+        try:
+            etag = self._request("PUT", target, subject, part).headers.get("etag")
+        except NotFound as error:
+            raise UploadLost(f"{subject}: part {number} belongs to no upload") from error
         if not etag:
             raise Transient(f"server gave no etag for part {number} of {subject}")
         return etag
@@ -223,10 +226,7 @@ class Transfer:
     @contextlib.contextmanager
     def _connection(self, url: str, *, transfer_bytes: int = 0) -> Iterator[http.client.HTTPConnection]:
         """An idle or new connection, kept for the next request only if this one ended well."""
-        try:
-            connection = self._idle.get_nowait()
-        except queue.Empty:
-            connection = self._connect(url)
+        connection = self._idle_to(_server(url)) or self._connect(url)
         if connection.sock:
             # sendall() counts the whole body against the time limit; recv() each piece.
             connection.sock.settimeout(self._patience(transfer_bytes))
@@ -238,12 +238,22 @@ class Transfer:
             self._drop_idle()
             raise
         if connection.sock is not None:
-            self._idle.put(connection)
+            self._idle.put((_server(url), connection))
+
+    def _idle_to(self, server: str) -> http.client.HTTPConnection | None:
+        """Those to a server of before are closed: the store has moved."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                where, connection = self._idle.get_nowait()
+                if where == server:
+                    return connection
+                connection.close()
+        return None
 
     def _drop_idle(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                self._idle.get_nowait().close()
+                self._idle.get_nowait()[1].close()
 
     def _connect(self, url: str) -> http.client.HTTPConnection:
         parts = urlsplit(url)
@@ -297,6 +307,11 @@ def _wait_for_all(futures: Sequence[Future[None]], stop: threading.Event) -> Non
 def _parts(view: memoryview, size: int) -> Iterator[tuple[int, memoryview]]:
     for start in range(0, len(view), size):
         yield start, view[start : start + size]
+
+
+def _server(url: str) -> str:
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}"
 
 
 def _target(url: str) -> str:

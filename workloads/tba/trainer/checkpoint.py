@@ -14,7 +14,7 @@ from tba.contracts.errors import CorruptObject
 from tba.contracts.keys import CheckpointKey
 from tba.contracts.records import CheckpointManifest, FileEntry, IngestEntry, ShardId
 from tba.failpoints import failpoint
-from tba.log import CHECKPOINT_RESTORED, log
+from tba.log import CHECKPOINT_REFUSED, CHECKPOINT_RESTORED, log
 from tba.snapshots.files import get_file, put_files
 from tba.snapshots.layout import parse, serialise
 from tba.store import NotFound, ObjectStore
@@ -136,7 +136,7 @@ def restore_newest(store: ObjectStore, manifest_key: str) -> tuple[str, Checkpoi
             log.info(CHECKPOINT_RESTORED, key=key, step=manifest.step, refused=refused)
             return key, manifest, state
         except (CorruptObject, NotFound) as error:
-            log.error("checkpoint_refused", key=key, error=str(error))
+            log.error(CHECKPOINT_REFUSED, key=key, error=str(error))
             refused.append(f"{key}: {error}")
             key = parent
     raise CorruptObject("no checkpoint of this run can be read: " + "; ".join(refused))

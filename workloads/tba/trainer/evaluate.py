@@ -11,7 +11,7 @@ from tba.contracts.history import EvalRow
 from tba.contracts.keys import EvalKey, WeightsKey
 from tba.contracts.records import EvalRequest, Outcome
 from tba.evaluation import EvalBlock, decode_block
-from tba.log import log
+from tba.log import EVAL_BLOCK_QUARANTINED, log
 from tba.store import ObjectStore
 from tba.trainer.outage import PASSING, Outage
 
@@ -156,7 +156,7 @@ class Evaluator:
                 blocks[block] = decode_block(self._store.get(info.key).data)
             except CorruptObject as error:
                 # The key cannot be written again: an unreadable block counts as answered, with no rows.
-                log.error("eval_block_quarantined", key=info.key, error=str(error))
+                log.error(EVAL_BLOCK_QUARANTINED, key=info.key, error=str(error))
                 blocks[block] = EvalBlock(rows=())
             self._last_progress = time.monotonic()
         if self.pending is not pending:

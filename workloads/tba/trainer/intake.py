@@ -111,10 +111,12 @@ class Intake:
         if arrival.batch is None:
             return 0, arrival.reason
         try:
-            self._learner.ingest_shard(arrival.key, arrival.batch, book, now=time.time())
+            added = self._learner.ingest_shard(arrival.key, arrival.batch, book, now=time.time())
         except CorruptObject as error:
             return 0, str(error)
         telemetry.TRAJECTORIES.labels("ingested").inc(len(arrival.batch))
+        telemetry.TRAJECTORIES.labels("duplicate").inc(added.duplicates)
+        telemetry.TRAJECTORIES.labels("failed").inc(added.failed)
         self._report.delivered(arrival.batch)
         return len(arrival.batch), ""
 

@@ -15,6 +15,7 @@ from tba.contracts.errors import UserError
 from tba.contracts.runfile import read_run_file
 from tba.live import LiveSettings
 from tba.log import RUN_FINISHED, SIGNAL_RECEIVED, configure, log
+from tba.relocation import following
 from tba.stop import stop_signals
 from tba.trainer.loop import Terminated, Trainer
 from tba.trainer.progress import Tracker
@@ -61,9 +62,11 @@ def run_trainer(options: TrainerOptions) -> int:
                 ready = prepare(run, live(), options.storage or live().storage.uri, tracker.alarms.weather)
             if stop.is_set():  # nothing has been trained yet: nothing to save
                 raise Terminated
-            Trainer(
+            trainer = Trainer(
                 ready, live, stop=stop, heartbeat=heartbeat, grace_seconds=options.grace_seconds, tracker=tracker
-            ).run()
+            )
+            with following(ready.store, lambda: live().storage, run_id=lambda: ready.record.run_id):
+                trainer.run()
         except AlreadyComplete as done:
             tracker.found_complete(done.run_id, done.latest)
             log.info(RUN_FINISHED, detail=str(done))

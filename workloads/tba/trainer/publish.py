@@ -15,7 +15,7 @@ from torch import Tensor
 from tba.contracts.history import PublishRow
 from tba.contracts.keys import WeightsKey, new_nonce
 from tba.contracts.records import EvalRequest, Latest, SnapshotManifest
-from tba.log import log
+from tba.log import SNAPSHOT_PUBLISHED, log
 from tba.protocol.latest import published
 from tba.snapshots import publish_snapshot
 from tba.store import ObjectStore
@@ -86,7 +86,7 @@ class Publisher:
                 commit_seconds=time.monotonic() - uploaded,
             )
             self._parent = key.path
-            log.info("snapshot_published", policy_version=version, epoch=epoch, total_bytes=manifest.total_bytes)
+            log.info(SNAPSHOT_PUBLISHED, policy_version=version, epoch=epoch, total_bytes=manifest.total_bytes)
             self._on_published(Published(key.path, manifest, row))
 
         return self.background.submit(task)
