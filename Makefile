@@ -10,7 +10,7 @@ NODES ?= 2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo demo-seeds test test-unit test-integration test-faults cluster-build cluster-images cluster-up cluster-down test-cluster test-cluster-faults model-check check lock format bench clean
+.PHONY: help demo demo-seeds test test-unit test-integration test-faults cluster-build cluster-images cluster-up cluster-down cluster-clean test-cluster test-cluster-faults model-check check lock format bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
@@ -49,6 +49,9 @@ cluster-images: cluster-build  ## this repository's images and those of its comp
 	for companion in minio kueue; do tests/cluster/companions/$$companion/build.sh; done
 	tests/cluster/images/build.sh
 	tests/cluster/images/golden.sh tests/cluster/.golden tests/cluster/.images/operator.tar tests/cluster/.images/workload.tar
+
+cluster-clean: cluster-down  ## also remove programs and images: 16 GB
+	rm -rf tests/cluster/.bin tests/cluster/.images tests/cluster/.golden tests/cluster/.failures
 
 test-cluster: $(VENV)/.dev cluster-images  ## the operator on a real cluster, as root; starts one unless `cluster-up` has
 	$(BIN)/python -m pytest tests/cluster -q -m "not faults"

@@ -110,8 +110,8 @@ KUBERNETES = (
         + op(
             "controller",
             "a_watch_is_stale_when_it_was_not_answered_for_three_minutes",
-            "what_only_the_indices_have_is_gone",
         )
+        + op("mirror", "what_a_later_list_lacks_is_gone_and_its_job_woken")
         + op("streams", "a_watch_that_is_answered_is_heard_of", "a_list_says_nothing_of_a_watch")
         + cluster("kubeapi_contract", "an_outage_of_the_server_is_unavailable_and_then_over")
         + TIMELINE,
@@ -119,7 +119,7 @@ KUBERNETES = (
     Pain(
         "No bookkeeping of the watch library on any object; a spec of 300 KB is handled",
         "kopf#1087",
-        op("handlers", "there_is_no_handler_that_makes_kopf_write_to_objects")
+        op("handlers", "there_is_no_handler_that_makes_kopf_write_to_objects_or_wait_for_all_others")
         + op("manifests", "a_spec_of_300_kilobytes_fits_a_config_map")
         + cluster("controller_process", "the_watch_library_leaves_nothing_on_any_object"),
     ),

@@ -71,9 +71,7 @@ async def run(settings: Settings) -> int:
                 burst=settings.request_burst,
             )
         )
-        election = Election(
-            api, namespace=settings.namespace, name=settings.lease_name, identity=settings.identity
-        )
+        election = Election(api, namespace=settings.namespace, name=settings.lease_name, identity=settings.identity)
         healthy, ready = probes(metrics, leading, lambda: election.trouble if election else "")
         port = await stack.enter_async_context(serve(metrics, port=settings.http_port, healthy=healthy, ready=ready))
         log.info(events.OPERATOR_STARTED, port=port, namespaces=settings.watch_namespaces or "all")

@@ -21,7 +21,6 @@ RETRY_SECONDS: Mapping[ErrorKind, float] = {
     "NameConflict": 5.0,  # it may be a leftover of a deleted namesake that is being collected
     "NamespaceTerminating": 30.0,
     "Forbidden": 60.0,
-    "Unavailable": 30.0,
 }
 """When to try again what was refused, unless the job's generation changes before."""
 _WORKLOADS = ("Job", "StatefulSet")

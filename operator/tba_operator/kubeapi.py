@@ -6,7 +6,7 @@
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 from uuid import uuid4
 
 import structlog
@@ -118,7 +118,7 @@ class KubeApi(Protocol):
         ...
 
     async def delete(self, ref: Ref, *, uid: str, grace_seconds: int | None = None) -> None:
-        """Remove this very object, what it owns in the background; one that is gone, or another of that name, is left and no error."""
+        """Remove this very object, and what it owns in the background. One that is gone, or another's: no error."""
         ...
 
     async def emit_event(self, regarding: Mapping[str, Any], kind: str, reason: str, message: str) -> None:

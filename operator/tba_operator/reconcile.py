@@ -138,6 +138,9 @@ class Reconciler:
 
     async def _executed(self, made: _Pass, memory: _Memory) -> Outcome:
         """What came of the plan. Raises: ApiError, which is told in the job's status if it is none that soon passes."""
+        for manifest in made.plan.apply:
+            # Until it is applied: else what fails now would pass for the API server's own way to write it down.
+            memory.accepted.pop(ref_of(manifest), None)
         try:
             outcome = await self._applier.execute(made.job, made.plan, made.view.observed.children, memory.refusals)
         except (Conflict, TooManyRequests, NamespaceTerminating, NotLeading):

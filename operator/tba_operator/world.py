@@ -91,7 +91,9 @@ class ProgressSample:
     """Unix seconds."""
 
 
-ErrorKind = Literal["InvalidPodTemplate", "QuotaExceeded", "NameConflict", "NamespaceTerminating", "Forbidden", "Unavailable"]
+ErrorKind = Literal[
+    "InvalidPodTemplate", "QuotaExceeded", "NameConflict", "NamespaceTerminating", "Forbidden", "Unavailable"
+]
 
 
 @dataclass(frozen=True, slots=True)

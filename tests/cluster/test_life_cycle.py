@@ -56,7 +56,7 @@ def test_a_searcher_image_that_does_not_exist_stops_one_searcher_until_it_is_rev
 def test_suspend_writes_a_checkpoint_and_leaves_no_pod(run):
     run.patch(suspend=True)
     run.becomes("Suspended")
-    assert run.pods() == []
+    until("the ended pods are removed", lambda: not run.pods(), seconds=30)
     assert run.job["status"]["phase"] == "Suspended"
     latest = run.latest()
     assert run.checkpoint().step == latest.step >= run.step() > 0
@@ -67,7 +67,7 @@ def test_the_trainer_may_change_while_suspended_and_resumes_from_the_checkpoint(
     run.patch(trainer={"resources": {"requests": {"cpu": "150m"}}})
     run.patch(suspend=False)
     run.becomes("TrainerReady", seconds=180)
-    assert run.condition("Suspended")["status"] == "False"
+    assert run.condition("Suspended")["reason"] == "NotSuspended"
     assert run.job["status"]["trainer"]["attempt"] == 2
     (trainer,) = run.pods("trainer")
     assert trainer["spec"]["containers"][0]["resources"]["requests"]["cpu"] == "150m"

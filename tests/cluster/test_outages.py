@@ -41,8 +41,8 @@ def tiny_job(stack: Stack, uri: str, folder) -> dict:
     spec["objective"]["totalSteps"] = 100_000
     spec["sync"] = {"pollIntervalSeconds": 2}
     spec["buffer"]["maxReplayRatio"] = 1
-    spec["trainer"] = {"resources": resources, "terminationGracePeriodSeconds": 20}
-    spec["searcher"] |= {"replicas": 1, "resources": resources}
+    spec["trainer"] = {"resources": resources, "terminationGracePeriodSeconds": 10}
+    spec["searcher"] |= {"replicas": 1, "resources": resources, "terminationGracePeriodSeconds": 10}
     spec["searcher"]["engine"]["extraArgs"]["tokensPerSecond"] = 400
     return made
 

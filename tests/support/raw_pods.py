@@ -25,7 +25,11 @@ def raw_pod(
     if role == "trainer":
         labels["tba.dev/attempt"] = "1"
     labels |= metadata.pop("labels", {})
-    kind, owner = ("Job", f"gsm8k-trainer-{labels.get('tba.dev/attempt')}") if role == "trainer" else ("StatefulSet", "gsm8k-searcher")
+    kind, owner = (
+        ("Job", f"gsm8k-trainer-{labels.get('tba.dev/attempt')}")
+        if role == "trainer"
+        else ("StatefulSet", "gsm8k-searcher")
+    )
     found = {
         "apiVersion": "v1",
         "kind": "Pod",

@@ -35,14 +35,13 @@ build() {
   local name=$1 wanted=$2 file=$3
   shift 3
   [ "$(cat "$IMAGES/$name.stamp" 2> /dev/null)" = "$wanted" ] && { echo "$name: unchanged"; return; }
-  buildah images -q "$base" > /dev/null 2>&1 || buildah pull -q "docker-archive:$IMAGES/base-image.tar" > /dev/null
-  # Layers are kept, so that a change of the project does not install its dependencies again.
-  buildah bud -q --layers --network host --pull-never \
+  buildah pull -q "docker-archive:$IMAGES/base-image.tar" > /dev/null
+  rm -f "$IMAGES/$name.tar"
+  # Straight into the archive: kept layers of the large image would cost 10 GB more and a second copy.
+  buildah bud -q --layers=false --network host --pull-never \
     -v "$IMAGES/pip.conf:/etc/pip.conf:ro" -v "$IMAGES/uv.toml:/etc/uv/uv.toml:ro" -v "$uv_cache:/root/.cache/uv" \
     --build-arg VERSION=test --build-arg REVISION="$(git -C "$root" rev-parse HEAD 2> /dev/null || echo unknown)" "$@" \
-    -t "docker.io/tba/$name:test" -f "$root/$file" "$root" > /dev/null
-  rm -f "$IMAGES/$name.tar"
-  buildah push -q "docker.io/tba/$name:test" "docker-archive:$IMAGES/$name.tar:docker.io/tba/$name:test"
+    -t "docker-archive:$IMAGES/$name.tar:docker.io/tba/$name:test" -f "$root/$file" "$root" > /dev/null
   echo "$wanted" > "$IMAGES/$name.stamp"
   echo "$name: built"
 }
@@ -55,3 +54,4 @@ make_base "$(cat "$here/build.sh" "$here/mkimage.py" /usr/local/share/ca-certifi
 sources=(pyproject.toml operator workloads tests/cluster/images/build.sh)
 build operator "$(stamp "${sources[@]}" requirements/operator.lock)" operator/Dockerfile
 build workload "$(stamp "${sources[@]}" Dockerfile.trainer requirements/cpu.lock)" Dockerfile.trainer --build-arg LOCK=requirements/cpu.lock
+buildah rmi -f "$base" > /dev/null 2>&1 || true

@@ -4,18 +4,26 @@ import subprocess
 import sys
 
 import pytest
+from aiohttp import ClientSession
+from structlog.testing import capture_logs
+from support.kube_fake import FakeKube
+from support.raw_pods import raw_pod
 from support.simulated_time import now, run
 
-from tba_operator.controller import TERMINATING_SECONDS, stale_watches, work
+from tba_operator.controller import TERMINATING_SECONDS, Controller, stale_watches, work
 from tba_operator.kubeapi import (
+    Access,
     Conflict,
     NamespaceTerminating,
+    NotFound,
     NotLeading,
     TooManyRequests,
     Unavailable,
 )
 from tba_operator.metrics import Metrics
+from tba_operator.mirror import Mirror, Stream
 from tba_operator.queue import WorkQueue
+from tba_operator.world import Settings
 
 KEY = ("default", "gsm8k")
 
@@ -85,22 +93,23 @@ def test_nothing_is_polled_before_all_kinds_were_listed():
     """Else a job would be queued whose StatefulSet has not been shown: it would be written anew, and rolled."""
 
     async def simulated():
-        mirror = Mirror({"pods": Stream("Pod", None)}, lambda key: None)
-        controller, began = Controller(FakeKube(), Settings(), Metrics()), []
-        parts = controller._parts(mirror, cast(ClientSession, None), False)
-        mirror.show(raw_pod(status={"podIP": "10.0.0.7"}))
-        mirror.caches.keys_with_pods = lambda: began.append(now()) or []
-        tasks = [asyncio.create_task(part) for part in parts]
-        await asyncio.sleep(5)
-        assert began == []
-        mirror.page("pods", [], first=True, last=True)
-        await asyncio.sleep(5)
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        return began
+        api, mirror = FakeKube(), Mirror({"pods": Stream("Pod", None)}, lambda key: None)
+        controller = Controller(api, Settings(progress_through_api=True), Metrics())
+        trainer = raw_pod(status={"podIP": "10.0.0.7"})
+        mirror.page("pods", [trainer["metadata"]["uid"]], first=True, last=False)
+        mirror.show(trainer)
+        async with ClientSession() as session:
+            tasks = [asyncio.create_task(part) for part in controller._parts(mirror, session, False)]
+            await asyncio.sleep(5)
+            early = set(api.accesses)
+            mirror.page("pods", [], first=False, last=True)
+            await asyncio.sleep(5)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        return early, api.accesses
 
-    assert run(simulated())[0] == 5.0
+    assert run(simulated()) == (set(), {Access("", "pods/proxy", "get")})
 
 
 def test_a_worker_that_may_not_write_any_more_ends():

@@ -7,11 +7,30 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support.job_world import STATEFUL_SET, World, job_ref
 
-FATES = ("crash", "oom", "outage", "fenced", "sigterm", "checkpoint", "preempted", "trainer's node", "searcher's node", "Job removed")
+FATES = (
+    "crash",
+    "oom",
+    "outage",
+    "fenced",
+    "sigterm",
+    "checkpoint",
+    "preempted",
+    "trainer's node",
+    "searcher's node",
+    "Job removed",
+)
 WISHES = ("suspend", "resume", "scale to 0", "scale to 2", "first secret", "second secret")
 ENDS = {"crash": 1, "oom": 137, "outage": 2, "fenced": 3, "sigterm": 143, "done": 0, "user error": 64}
 EVENTS = ("nothing", *FATES, *WISHES, "resume", "40 s", "100 s", "700 s", "done or user error")
-WORKERS = ("controller", "controller", "controller crashes", "controller sees the past", "cluster", "kubelets")
+WORKERS = (
+    "controller",
+    "controller",
+    "controller crashes",
+    "controller sees the past",
+    "cluster",
+    "kubelets",
+    "everybody",
+)
 
 
 class Life(RuleBasedStateMachine):
@@ -51,6 +70,7 @@ class Life(RuleBasedStateMachine):
             self.world.pass_time(seconds)
             self._remembering(self._work, worker, number)
             self.there_are_never_two_trainers()
+            self.a_trainer_that_is_done_stays_for_its_logs()
 
     def _view(self):
         return copy.deepcopy(self.world.objects), tuple(self.world.pods.values())
@@ -75,6 +95,10 @@ class Life(RuleBasedStateMachine):
             )
         elif worker == "cluster":
             world.controllers()
+        elif worker == "everybody":
+            for one in ("controller", "cluster", "kubelets") * 3:
+                self._work(one, number)
+                world.pass_time(2)
         else:
             world.kubelets()
 

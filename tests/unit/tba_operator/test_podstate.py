@@ -129,7 +129,9 @@ def test_a_pod_belongs_to_the_workload_that_controls_it():
     assert not belongs_to(pod_of(raw_pod(labels={"tba.dev/attempt": "x"})), "gsm8k")
     owner = {"kind": "Job", "name": "gsm8k-trainer-2", "uid": "x", "controller": True}
     assert not belongs_to(pod_of(raw_pod(ownerReferences=[owner])), "gsm8k")
-    assert not belongs_to(pod_of(raw_pod(ownerReferences=[owner | {"name": "gsm8k-trainer-1", "controller": False}])), "gsm8k")
+    assert not belongs_to(
+        pod_of(raw_pod(ownerReferences=[owner | {"name": "gsm8k-trainer-1", "controller": False}])), "gsm8k"
+    )
 
 
 def test_an_attempt_that_is_no_number_is_none():

@@ -1,3 +1,5 @@
+from contextlib import suppress
+
 import pytest
 from support.controlled import Controlled
 from support.raw_pods import condition, raw_pod, terminated
@@ -10,6 +12,7 @@ from tba_operator.world import Ref
 JOB = ("default", "gsm8k")
 TRAINER = Ref("batch/v1", "Job", "default", "gsm8k-trainer-1")
 SEARCHERS = Ref("apps/v1", "StatefulSet", "default", "gsm8k-searcher")
+BUDGET = Ref("policy/v1", "PodDisruptionBudget", "default", "gsm8k-searcher")
 CONFIG = Ref("v1", "ConfigMap", "default", "gsm8k-config")
 
 
@@ -219,6 +222,24 @@ def test_a_deletion_that_is_refused_again_and_again_is_told():
         with pytest.raises(Forbidden):
             world.reconcile(key)
     assert world.condition(key, "Degraded") == ("True", "Forbidden")
+
+
+@pytest.mark.parametrize("error", [Unavailable("HTTP 500"), Forbidden("no")])
+def test_what_failed_after_a_change_is_done_when_it_can_be(error):
+    world = Controlled()
+    key = world.create(searcher={"replicas": 3})
+    world.settle(key)
+    before = world.api[BUDGET]["spec"]
+    world.api.edit(Ref("tba.dev/v1alpha1", "TBAJob", *key), spec={"searcher": {"minAvailable": 2}})
+    world.api.fail(error, verb="apply", kind="PodDisruptionBudget", times=None)
+    for _ in range(TRIES_BEFORE_TOLD):
+        with suppress(Unavailable):
+            world.reconcile(key)
+    assert world.status(key)["observedGeneration"] == 2, "the status tells of the new generation"
+    world.api.mend()
+    world.now += 61
+    world.reconcile(key)
+    assert world.api[BUDGET]["spec"] != before
 
 
 def test_a_status_that_cannot_be_written_either_hides_nothing():
