@@ -101,6 +101,7 @@ KUBERNETES = (
             "a_namespace_that_goes_away_takes_a_job_with_it",
             "the_watch_library_leaves_nothing_on_any_object",
         )
+        + cluster("outages", "a_namespace_goes_with_its_running_job_while_the_operator_is_away")
         + op("controller", "a_terminating_namespace_is_no_reason_to_back_off"),
     ),
     Pain(
@@ -114,6 +115,7 @@ KUBERNETES = (
         + op("mirror", "what_a_later_list_lacks_is_gone_and_its_job_woken")
         + op("streams", "a_watch_that_is_answered_is_heard_of", "a_list_says_nothing_of_a_watch")
         + cluster("kubeapi_contract", "an_outage_of_the_server_is_unavailable_and_then_over")
+        + cluster("outages", "after_a_frozen_api_server_a_change_is_followed_and_nothing_is_written_twice")
         + TIMELINE,
     ),
     Pain(

@@ -246,7 +246,9 @@ async def a_finalizer_holds_a_deleted_object(api: KubeApi, namespace: str) -> No
 
 
 async def a_pod_of_no_node_is_deleted_at_once(api: KubeApi, namespace: str) -> None:
-    created = await api.create(pod(namespace))
+    manifest = pod(namespace)
+    manifest["spec"]["schedulerName"] = "nobody"
+    created = await api.create(manifest)
     await api.delete(ref(created), uid=created["metadata"]["uid"], grace_seconds=30)
     assert await api.get(ref(created)) is None
 

@@ -102,7 +102,7 @@ def test_the_page_has_every_reason_of_a_condition_and_no_other(condition):
 
 def test_every_fault_has_its_place_in_the_order_of_faults():
     made = reasons("Fault") - {"NotFound"}  # a part of a name
-    made |= {"SyncStalled", "NoRewardSignal", "SecretNotFound", "ConfigMapNotFound"}
+    made |= {"SyncStalled", "NoRewardSignal", "SecretNotFound", "ConfigMapNotFound", "ServiceAccountNotFound"}
     assert made == set(faults.ORDER)
 
 
