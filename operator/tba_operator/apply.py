@@ -167,12 +167,21 @@ class Applier:
         }
 
     async def _apply(self, job: Job, plan: Plan, children: Mapping[Ref, Manifest], outcome: Outcome) -> None:
+        """First what pods need, all at a time; then what makes pods, unless they would start without it."""
+        first = [m for m in plan.apply if m["kind"] not in _WORKLOADS]
+        tried = [m for m in first if not self._is_held(outcome, ref_of(m))]
+        done = await asyncio.gather(
+            *(self._apply_one(job, m, children.get(ref_of(m)), outcome) for m in tried), return_exceptions=True
+        )
+        for error in done:
+            if error is not None:
+                raise error
+        if any(ref_of(m) in outcome.refusals for m in first):
+            return
         for manifest in plan.apply:
             ref = ref_of(manifest)
-            if not self._is_held(outcome, ref):
+            if ref.kind in _WORKLOADS and not self._is_held(outcome, ref):
                 await self._apply_one(job, manifest, children.get(ref), outcome)
-            if ref.kind not in _WORKLOADS and ref in outcome.refusals:
-                return  # pods would start without it, or with somebody else's
 
     async def _apply_one(self, job: Job, manifest: Manifest, before: Manifest | None, outcome: Outcome) -> None:
         ref = ref_of(manifest)

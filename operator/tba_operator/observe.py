@@ -101,8 +101,10 @@ class Observer:
     async def live_view(self, job: Job) -> View:
         """As `view`, with pods and trainer Jobs read from the API server now: for steps that cannot be taken back."""
         namespace, selector = job.namespace, f"{JOB_LABEL}={job.name}"
-        raw_pods = await self._api.list("v1", "Pod", namespace=namespace, label_selector=selector)
-        raw_jobs = await self._api.list("batch/v1", "Job", namespace=namespace, label_selector=selector)
+        raw_pods, raw_jobs = await asyncio.gather(
+            self._api.list("v1", "Pod", namespace=namespace, label_selector=selector),
+            self._api.list("batch/v1", "Job", namespace=namespace, label_selector=selector),
+        )
         cached = await self.view(job)
         children = {ref: child for ref, child in cached.observed.children.items() if ref.kind != "Job"}
         for raw in raw_jobs:

@@ -68,6 +68,7 @@ class Operator:
             "TBA_SEARCHER_IMAGE": "searcher:1",
             "TBA_HTTP_PORT": str(self._port),
             "TBA_RESYNC_SECONDS": str(RESYNC_SECONDS),
+            "TBA_WORKERS": os.environ.get("W", "4"),
         }
         self.started = time.monotonic()
         with log.open("ab") as file:

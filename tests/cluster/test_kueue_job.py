@@ -103,7 +103,7 @@ def test_a_job_waits_for_its_queue_without_a_pod(run):
 def test_an_admitted_job_runs_on_the_nodes_of_its_flavor(run, queue):
     queue.stop("None")
     run.becomes("Admitted", seconds=30)
-    assert queue.used_cpu() == "400m"
+    until("quota for a trainer and a searcher is in use", lambda: queue.used_cpu() == "400m", seconds=30)
     run.reaches(2)
     assert all(NODES.items() <= pod["spec"]["nodeSelector"].items() for pod in run.pods())
 
