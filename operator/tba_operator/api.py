@@ -6,6 +6,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
@@ -226,10 +227,9 @@ def known_fields(model: type[BaseModel], value: Any) -> Any:
         return value
     kept: dict[str, Any] = {}
     for name, inner in value.items():
-        found = field_of(model, name)
-        if found is None:
+        known, nested = _field(model, name)
+        if not known:
             continue
-        nested = next(models_within(found[1].annotation), None)
         if nested is None:
             kept[name] = inner
         elif isinstance(inner, list):
@@ -237,6 +237,13 @@ def known_fields(model: type[BaseModel], value: Any) -> Any:
         else:
             kept[name] = known_fields(nested, inner)
     return kept
+
+
+@lru_cache(maxsize=4096)  # names come from users
+def _field(model: type[BaseModel], name: str) -> tuple[bool, type[BaseModel] | None]:
+    """Whether the model has that field, and the model within it."""
+    found = field_of(model, name)
+    return found is not None, None if found is None else next(models_within(found[1].annotation), None)
 
 
 def parse_time(text: str | None) -> float | None:

@@ -18,6 +18,10 @@ from tba_operator.log import log
 from tba_operator.podstate import has_role, pod_of
 from tba_operator.world import Manifest, Pod
 
+_WISHES = ("uid", "generation", "labels", "deletionTimestamp")
+SETTLE_SECONDS = 0.2
+"""Pods start and end in crowds, and a status is written after each look: what comes within this time is one look."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stream:
@@ -40,10 +44,11 @@ class _Listing:
 class Mirror:
     """Filled by kopf's handlers, read through `caches`."""
 
-    def __init__(self, streams: Mapping[str, Stream], wake: Callable[[Key], None]) -> None:
+    def __init__(self, streams: Mapping[str, Stream], wake: Callable[[Key, float], None]) -> None:
         """`streams`: all that will be listed, by the name in `streams.stream_of`.
 
-        `wake` is called with each job that something happened to, from completeness on; then with every job.
+        `wake` is called with each job that something happened to and how many seconds that may wait, from completeness
+        on; then with every job.
         """
         self._streams = streams
         self._wake = wake
@@ -59,19 +64,21 @@ class Mirror:
     def show(self, raw: Manifest) -> None:
         """An object is there, or has changed."""
         uid, key = raw["metadata"]["uid"], key_of(raw)
+        before = self.caches.job(key) if key is not None and raw["kind"] == KIND else None
         try:
             if key is not None:
                 self._put(key, uid, raw)
             else:
                 self._drop(uid)
         finally:
-            self._handled(uid, key)  # also one that cannot be read: the others wait for it
+            # Also one that cannot be read: the others wait for it.
+            self._handled(uid, key, 0.0 if is_wish(before, raw) else SETTLE_SECONDS)
 
     def remove(self, raw: Manifest) -> None:
         """An object was deleted."""
         uid = raw["metadata"]["uid"]
         self._drop(uid)
-        self._handled(uid, key_of(raw))
+        self._handled(uid, key_of(raw), SETTLE_SECONDS)
 
     def page(self, stream: str, uids: Iterable[str], *, first: bool, last: bool) -> None:
         """A page of a list was read; the events of its objects follow."""
@@ -120,12 +127,12 @@ class Mirror:
         for uid in gone:
             key = self._drop(uid)
             if key is not None and self.complete.is_set():
-                self._wake(key)
+                self._wake(key, 0.0)
 
-    def _handled(self, uid: str, key: Key | None) -> None:
+    def _handled(self, uid: str, key: Key | None, may_wait: float) -> None:
         if self.complete.is_set():
             if key is not None:
-                self._wake(key)
+                self._wake(key, may_wait)
             return
         self._awaited.discard(uid)
         self._check()
@@ -135,7 +142,7 @@ class Mirror:
             return
         self.complete.set()
         for key in list(self._jobs):
-            self._wake(key)
+            self._wake(key, 0.0)
 
 
 def key_of(raw: Manifest) -> Key | None:
@@ -143,3 +150,10 @@ def key_of(raw: Manifest) -> Key | None:
     metadata = raw["metadata"]
     name = metadata["name"] if raw["kind"] == KIND else (metadata.get("labels") or {}).get(JOB_LABEL)
     return None if name is None else (metadata["namespace"], name)
+
+
+def is_wish(before: Manifest | None, raw: Manifest) -> bool:
+    """Whether somebody wants a job to be another than before: more than its status has changed."""
+    if raw["kind"] != KIND:
+        return False
+    return before is None or any(before["metadata"].get(name) != raw["metadata"].get(name) for name in _WISHES)

@@ -15,7 +15,7 @@ class Registered:
 
     def __init__(self, *, kueue=False):
         self.woken = []
-        self.mirror = Mirror({}, self.woken.append)
+        self.mirror = Mirror({}, lambda key, may_wait: self.woken.append(key))
         self.mirror.complete.set()
         streams = Streams(lambda _: None, self.mirror.page)
         self.registry = handlers.make_registry(self.mirror, streams, kueue=kueue)

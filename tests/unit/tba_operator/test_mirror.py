@@ -2,23 +2,27 @@ import pytest
 from support.raw_pods import raw_pod
 
 from tba_operator.api import JOB_LABEL
-from tba_operator.mirror import Mirror, Stream
+from tba_operator.mirror import SETTLE_SECONDS, Mirror, Stream
 
 KEY = ("default", "gsm8k")
 STREAMS = {"tbajobs": Stream("TBAJob", None), "pods": Stream("Pod", None)}
 
 
-def job(uid="job", name="gsm8k"):
-    return {"kind": "TBAJob", "metadata": {"namespace": "default", "name": name, "uid": uid}}
+def job(uid="job", name="gsm8k", **metadata):
+    return {"kind": "TBAJob", "metadata": {"namespace": "default", "name": name, "uid": uid, **metadata}}
 
 
 class Seen:
     """A mirror and whom it woke."""
 
     def __init__(self, streams=STREAMS):
-        self.woken = []
-        self.mirror = Mirror(streams, self.woken.append)
+        self.woken, self.waits = [], []
+        self.mirror = Mirror(streams, self.wake)
         self.caches = self.mirror.caches
+
+    def wake(self, key, may_wait):
+        self.woken.append(key)
+        self.waits.append(may_wait)
 
     def list(self, stream, *objects, first=True, last=True):
         """As kopf: a page is read, then its objects come as events."""
@@ -38,6 +42,7 @@ def seen(*jobs, pods=()):
     found.list("pods", *pods)
     assert found.complete
     found.woken.clear()
+    found.waits.clear()
     return found
 
 
@@ -143,3 +148,27 @@ def test_children_are_kept_trimmed():
     found.mirror.show({"kind": "ConfigMap", "metadata": metadata})
     [kept] = found.caches.children(KEY)
     assert "managedFields" not in kept["metadata"]
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        job(generation=2, labels={"a": "b"}),
+        job(generation=1, labels={"a": "c"}),
+        job(generation=1, labels={"a": "b"}, deletionTimestamp="2027-01-15T08:00:00Z"),
+        job("namesake", generation=1, labels={"a": "b"}),
+        job("new", "new"),
+    ],
+)
+def test_what_somebody_wants_is_done_at_once(wish):
+    found = seen(job(generation=1, labels={"a": "b"}))
+    found.mirror.show(wish)
+    assert found.waits == [0.0]
+
+
+def test_a_status_and_pods_may_wait_a_moment():
+    found = seen(job(generation=1))
+    found.mirror.show(job(generation=1, resourceVersion="2"))
+    found.mirror.show(raw_pod("searcher", "a"))
+    found.mirror.remove(raw_pod("searcher", "a"))
+    assert found.waits == [SETTLE_SECONDS] * 3
