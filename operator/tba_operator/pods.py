@@ -116,6 +116,9 @@ def _pod_spec(job: Job, role: Role, mounts: list[_Mount]) -> dict[str, Any]:
         # Nothing here talks to the API server. With workload identity the cloud's webhook projects its own token.
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
+        # The kernel drops SIGTERM to a process 1 without a handler, and Python needs a second to set one: a pod deleted
+        # in that second would sit out its whole grace period. With this, process 1 is the sandbox's.
+        "shareProcessNamespace": True,
         "imagePullSecrets": settings.image_pull_secrets or None,
         "priorityClassName": job.spec.run_policy.priority_class_name,
         "terminationGracePeriodSeconds": settings.termination_grace_period_seconds,

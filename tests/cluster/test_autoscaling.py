@@ -46,18 +46,3 @@ def test_managed_keeps_the_bounds_and_leaves_spec_as_it_was_written(run):
     until("one desired", lambda: desired(run) == 1, seconds=30)
     until("one searcher", lambda: len(run.pods("searcher")) == 1, seconds=120)
     assert run.job["spec"]["searcher"]["replicas"] == 2
-
-
-@pytest.mark.faults
-@pytest.mark.timeout(900)
-def test_managed_adds_searchers_for_a_trainer_that_could_train_more(run):
-    run.patch(
-        searcher={
-            "replicas": 1,
-            "autoscaling": {"mode": "Managed", "maxReplicas": 2, "targetReplayRatio": 0.1},
-        }
-    )
-    until("one searcher", lambda: len(run.ready_pods("searcher")) == 1, seconds=120)
-    until("two desired", lambda: desired(run) == 2, seconds=480)
-    until("two ready searchers", lambda: len(run.ready_pods("searcher")) == 2, seconds=120)
-    assert run.job["spec"]["searcher"]["replicas"] == 1

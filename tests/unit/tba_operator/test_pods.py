@@ -219,6 +219,12 @@ def test_a_process_stops_before_the_kubelet_kills_it(seconds, own):
     assert env(trainer(trainer={"terminationGracePeriodSeconds": seconds}))["TBA_GRACE_SECONDS"] == own
 
 
+@pytest.mark.parametrize("render", [trainer_template, searcher_template])
+def test_a_process_is_never_process_1_which_would_miss_an_early_sigterm(render):
+    arguments = (job(), IMAGES, 1) if render is trainer_template else (job(), IMAGES)
+    assert render(*arguments)["spec"]["shareProcessNamespace"] is True
+
+
 def test_a_grace_period_of_the_pod_template_is_told_to_the_process():
     template = trainer(**with_template("trainer", spec={"terminationGracePeriodSeconds": 100}))
     assert env(template)["TBA_GRACE_SECONDS"] == "85"
