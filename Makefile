@@ -10,7 +10,7 @@ NODES ?= 2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo demo-seeds test test-unit test-integration test-faults cluster-build cluster-images cluster-up cluster-down cluster-clean test-cluster test-cluster-faults model-check check lock format bench clean
+.PHONY: help demo demo-seeds test test-unit test-integration test-faults cluster-build cluster-images cluster-up cluster-down cluster-clean test-cluster test-cluster-faults model-check check lock format bench bench-operator clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
@@ -86,6 +86,11 @@ bench: $(VENV)/.dev  ## print the benchmarks (a quarter of an hour), write docs/
 	$(BIN)/python tests/bench/bench_snapshot.py -o docs/results/snapshot.json
 	$(BIN)/python tests/bench/bench_trainer.py
 	$(BIN)/python tests/bench/bench_ingest.py
+	$(BIN)/python hack/benchmark_tables.py
+
+bench-operator: $(VENV)/.dev cluster-build  ## 1,000 jobs on a control plane of its own with simulated nodes, as root (half an hour, all processors)
+	tests/cluster/companions/kwok/build.sh
+	PYTHONPATH=workloads:operator:tests $(BIN)/python tests/bench/bench_operator.py -o docs/results/operator.json
 	$(BIN)/python hack/benchmark_tables.py
 
 # uv.lock records addresses of the index it was made from, so it is not committed; these files hold hashes only.

@@ -5,7 +5,7 @@ operator as a process of this machine, and ends both. From creation to the end i
 
     create ─▶ all ready ─▶ nothing changes ─▶ progress, changes by users ─▶ operator restarted ─▶ more searchers
 
-python tests/bench/bench_operator.py --jobs 1000 --searchers 8 --more-searchers 10
+PYTHONPATH=workloads:operator:tests python tests/bench/bench_operator.py --jobs 1000 --searchers 8 --more-searchers 10
 """
 
 import argparse
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
-from operator_cluster import Api, Object, Trainers, cluster, connect
+from operator_cluster import Api, Trainers, cluster, connect
 from prometheus_client.parser import text_string_to_metric_families
 from results import Row, record, table, write
 from support.jobs import smallest
@@ -49,7 +49,10 @@ READS = ("get", "list", "discover")
 RESYNC_SECONDS = 60.0
 IDLE_SECONDS = 90.0
 CREATED_AT_ONCE = 20
-CHANGES_A_SECOND = 2.0
+LATE_JOBS = 20
+SCALES_A_SECOND = 2.0
+STARTS_A_SECOND = 0.5
+"""Each makes or ends ten pods, work for the rest of the cluster that has the same processors here."""
 PATIENCE_SECONDS = 60.0
 
 
@@ -68,7 +71,6 @@ class Operator:
             "TBA_SEARCHER_IMAGE": "searcher:1",
             "TBA_HTTP_PORT": str(self._port),
             "TBA_RESYNC_SECONDS": str(RESYNC_SECONDS),
-            "TBA_WORKERS": os.environ.get("W", "4"),
         }
         self.started = time.monotonic()
         with log.open("ab") as file:
@@ -174,6 +176,11 @@ class Bench:
     rows: list[Row] = field(default_factory=list)
     load: str = ""
 
+    async def create(self, job: tuple[str, str]) -> None:
+        manifest = smallest(searcher={"replicas": self.searchers})
+        manifest["metadata"] = {"namespace": job[0], "name": job[1]}
+        await self.api.send("POST", path_of(job).rpartition("/")[0], manifest)
+
     def row(self, metric: str, value: float, unit: str, **more: object) -> None:
         note = f"{self.load}; {more.pop('note')}" if "note" in more else self.load
         self.rows.append(record("scale", "operator", metric, value, unit, note=note, **more))  # pyright: ignore
@@ -209,9 +216,7 @@ async def create(bench: Bench, operator: Operator, patience: float) -> None:
 
     async def one(job: tuple[str, str]) -> None:
         async with slots:
-            manifest = smallest(searcher={"replicas": bench.searchers})
-            manifest["metadata"] = {"namespace": job[0], "name": job[1]}
-            await bench.api.send("POST", path_of(job).rpartition("/")[0], manifest)
+            await bench.create(job)
 
     await asyncio.gather(*(one(job) for job in bench.jobs))
     say(f"{len(bench.jobs)} jobs created in {time.monotonic() - started:.0f} s")
@@ -312,27 +317,34 @@ async def changes(bench: Bench, operator: Operator) -> None:
     effects = Effects()
     following = asyncio.create_task(effects.follow(bench.api))
     await asyncio.sleep(1)
-    rng = random.Random(0)
-    chosen = rng.sample(bench.jobs, min(bench.samples, len(bench.jobs)))
-    few = chosen[: max(1, len(chosen) // 2)]
-    more = bench.searchers + 1
+    chosen = random.Random(0).sample(bench.jobs, min(bench.samples, len(bench.jobs)))
+    few = chosen[: max(1, len(chosen) // 4)]
+    late = [(bench.jobs[0][0], f"late-{number}") for number in range(LATE_JOBS)]
+    more, less = bench.searchers + 1, bench.searchers
+
+    def change(**spec: object) -> Callable[[tuple[str, str]], Awaitable[object]]:
+        return lambda job: bench.api.merge(path_of(job), {"spec": spec})
+
     try:
-        for what, part, change, size in (
-            ("scaled", chosen, {"searcher": {"replicas": more}}, more),
-            ("scaled", chosen, {"searcher": {"replicas": bench.searchers}}, bench.searchers),
-            ("suspended", few, {"suspend": True}, 0),
-            ("resumed", few, {"suspend": False}, bench.searchers),
+        for what, jobs, do, size, rate in (
+            ("scaled", chosen, change(searcher={"replicas": more}), more, SCALES_A_SECOND),
+            ("scaled", chosen, change(searcher={"replicas": less}), less, SCALES_A_SECOND),
+            ("suspended", few, change(suspend=True), 0, STARTS_A_SECOND),
+            ("resumed", few, change(suspend=False), less, STARTS_A_SECOND),
+            ("created", late, bench.create, less, STARTS_A_SECOND),
         ):
-            taken = await sampled(bench, effects, part, change, size)
+            taken = await sampled(effects, jobs, do, size, rate)
+            busy = f"machine's load {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores"
             bench.row(
-                f"{what} to {size}: seen at the StatefulSet, 99 %",
+                f"{what}, {size} searchers: done at the StatefulSet, 99 %",
                 quantile(taken, 0.99),
                 "s",
                 target="<= 1",
                 runs=taken,
-                note=f"{len(taken)} jobs, {CHANGES_A_SECOND:g} a second; median {statistics.median(taken):.3f} s",
+                note=f"{len(taken)} jobs, {rate:g} a second; median {statistics.median(taken):.3f} s; {busy}",
             )
             await settle_changes(operator)
+        await remove(bench, late)
     finally:
         following.cancel()
         with suppress(asyncio.CancelledError):
@@ -355,17 +367,32 @@ async def settle_changes(operator: Operator) -> None:
 
 
 async def sampled(
-    bench: Bench, effects: Effects, jobs: list[tuple[str, str]], change: Object, size: int
+    effects: Effects,
+    jobs: list[tuple[str, str]],
+    do: Callable[[tuple[str, str]], Awaitable[object]],
+    size: int,
+    rate: float,
 ) -> list[float]:
     """Seconds of each job from the change's request to its effect."""
 
     async def one(number: int, job: tuple[str, str]) -> float:
-        await asyncio.sleep(number / CHANGES_A_SECOND)
+        await asyncio.sleep(number / rate)
         since = time.monotonic()
-        await bench.api.merge(path_of(job), {"spec": change})
+        await do(job)
         return await effects.seconds(job, size, since)
 
     return await asyncio.gather(*(one(number, job) for number, job in enumerate(jobs)))
+
+
+async def remove(bench: Bench, jobs: list[tuple[str, str]]) -> None:
+    """Until nothing is left of them."""
+    for job in jobs:
+        await bench.api.send("DELETE", path_of(job), {"propagationPolicy": "Foreground"})
+
+    async def gone() -> bool:
+        return len([job async for job in bench.api.list(JOBS, only_metadata=True)]) == len(bench.jobs)
+
+    await until("late jobs gone", gone, seconds=120)
 
 
 def quantile(values: list[float], share: float) -> float:
@@ -483,12 +510,13 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1000)
     parser.add_argument("--searchers", type=int, default=8, help="of each job")
     parser.add_argument("--more-searchers", type=int, default=10, help="of each job in the last part; 0: without it")
-    parser.add_argument("--samples", type=int, default=100, help="jobs that are scaled; half of them are suspended")
+    parser.add_argument("--samples", type=int, default=100, help="jobs that are scaled; a quarter of them is suspended")
     parser.add_argument("--patience", type=float, default=900, help="seconds until all pods must be ready")
     parser.add_argument("-o", "--output", type=Path, help="write the rows as JSON")
     parser.add_argument("--log", type=Path, default=Path("/tmp/bench_operator.log"), help="the operator's own")
     options = parser.parse_args()
     options.log.unlink(missing_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # told to end, it still removes its cluster
     with cluster() as found:
         rows = asyncio.run(run(options, found, options.log))
     print(table(rows))
