@@ -180,7 +180,7 @@ def run_of(load, seconds, **options) -> ScalingRun:
     return ScalingRun(load, policy, start_seconds=START_SECONDS, **options).run(seconds)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(needed=needs, replicas=st.integers(1, 64), seed=seeds)
 def test_it_settles_from_any_start_within_two_start_times_of_the_first_rows(needed, replicas, seed):
     found = run_of(lambda _: load_of(needed), HOUR, replicas=replicas, noise=0.2, seed=seed)
@@ -189,7 +189,7 @@ def test_it_settles_from_any_start_within_two_start_times_of_the_first_rows(need
     assert after <= START_SECONDS + 2 * START_SECONDS
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(before=st.floats(1.0, 30.0), factor=st.floats(0.1, 10.0), seed=seeds)
 def test_it_follows_a_tenfold_change_of_load_within_two_start_times(before, factor, seed):
     after = min(before * factor, 60.0)
@@ -200,7 +200,7 @@ def test_it_follows_a_tenfold_change_of_load_within_two_start_times(before, fact
     assert settled <= 2 * START_SECONDS
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(slower=st.floats(0.3, 3.0), seed=seeds)
 def test_it_follows_searchers_that_become_slower_or_faster(slower, seed):
     steps = 10 * RATE / ROWS
@@ -212,7 +212,7 @@ def test_it_follows_searchers_that_become_slower_or_faster(slower, seed):
     assert settled <= 2 * START_SECONDS
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(needed=needs, seed=seeds)
 def test_noise_makes_no_limit_cycle(needed, seed):
     found = run_of(lambda _: load_of(needed), 5 * HOUR, replicas=4, noise=0.2, seed=seed)
@@ -221,7 +221,7 @@ def test_noise_makes_no_limit_cycle(needed, seed):
     assert max(late) - min(late) <= max(1.0, 0.25 * needed)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(needed=needs, replicas=st.integers(1, 64))
 def test_without_noise_it_stands_still(needed, replicas):
     found = run_of(lambda _: load_of(needed), 3 * HOUR, replicas=replicas)
@@ -229,7 +229,7 @@ def test_without_noise_it_stands_still(needed, replicas):
     assert turns(found.desired) == 0
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     low=st.integers(1, 6),
     width=st.integers(0, 10),
@@ -246,7 +246,7 @@ def test_it_never_leaves_the_bounds(low, width, before, after, replicas, seed):
     assert max(found.desired) <= low + width
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(needed=st.floats(2.0, 50.0), at=st.integers(120, 300), seed=seeds)
 def test_an_operator_that_restarts_keeps_the_number(needed, at, seed):
     moment = at * TICK_SECONDS
@@ -255,7 +255,7 @@ def test_an_operator_that_restarts_keeps_the_number(needed, at, seed):
     assert turns(found.desired[at - 6 :]) <= 2
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(seconds=st.sampled_from([60.0, 600.0, 1800.0]), seed=seeds)
 def test_a_storage_outage_moves_nothing(seconds, seed):
     load = lambda at: load_of(12.0, storage=not HOUR < at <= HOUR + seconds)  # noqa: E731
@@ -264,7 +264,7 @@ def test_a_storage_outage_moves_nothing(seconds, seed):
     assert max(found.desired) <= 15
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(seed=seeds)
 def test_lost_pods_do_not_make_it_ask_for_more(seed):
     losses = {HOUR + i * 600: 3 for i in range(6)}
