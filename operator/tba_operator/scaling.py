@@ -14,9 +14,9 @@ still starting are capacity already, and waiting for them never leads to asking 
   one that is fed.
 * A searcher never waits for the trainer, so r is what it can do, not what is taken from it. It does wait for storage:
   samples from an outage are not used, and none of r until the trainer's averages have forgotten it.
-* r is wrong while the pool changes: rows of few searchers over the count of many. It is taken once the trainer has
-  heard of about the same number for `WARM_SECONDS`, and not of more than are ready (a restart counts twice for a
-  minute). Until then the last known r holds, and with none the number of searchers does.
+* r is wrong while the pool grows: new searchers warm up, and their first shards say little. It is taken once the pool
+  has not grown for `WARM_SECONDS`, and not of more searchers than are ready (a restart counts twice for a minute).
+  Until then the last known r holds, and with none the number of searchers does. A pool that shrinks stays warm.
 * If something that all searchers share (bandwidth to the bucket) is the limit, r falls as the pool grows, and the
   answer goes to maxReplicas, the only bound on it.
 
@@ -33,8 +33,8 @@ from tba_operator.world import ProgressSample, ScalingMemory
 
 DEAD_BAND = 0.1
 """Relative difference between what is needed and what is there that changes nothing."""
-WARM_SECONDS = 180.0
-"""A pool of constant size is warm after this: engines have compiled, and the trainer's averages are of this pool."""
+WARM_SECONDS = 120.0
+"""A pool that has not grown is warm after this: engines have compiled, and the trainer's averages are of this pool."""
 UP_SECONDS = 60.0
 """A need must have lasted so long before searchers are added."""
 SMOOTHING_SECONDS = 60.0
@@ -88,7 +88,7 @@ def _learned(memory: ScalingMemory, sample: ProgressSample, job: Job, ready: int
     """Demand and rate with a new sample in them."""
     progress, at = sample.progress, sample.received
     elapsed = at - memory.last_sample if memory.last_sample is not None else math.inf
-    share = 1.0 - math.exp(-elapsed / SMOOTHING_SECONDS)
+    share = 1.0 - math.exp(-elapsed / SMOOTHING_SECONDS)  # 1 for the first
     memory = replace(memory, last_sample=at)
     if progress.state not in _USED_STATES:
         return replace(memory, pool=None, pool_since=None)
@@ -98,17 +98,18 @@ def _learned(memory: ScalingMemory, sample: ProgressSample, job: Job, ready: int
     if steps is not None and steps > 0:
         objective = job.spec.objective
         rows = objective.prompts_per_batch * objective.responses_per_prompt
-        demand = _mixed(demand, steps * rows, share)
+        demand = demand.with_sample(steps * rows, share)
     measured = progress.trajectories_per_searcher_second
     if measured is not None and measured > 0 and _is_warm(memory, progress.searchers, ready, at):
-        rate = _mixed(rate, measured, share)
+        rate = rate.with_sample(measured, share)
     return replace(memory, demand=demand, rate=rate)
 
 
 def _pool_seen(memory: ScalingMemory, searchers: int, at: float) -> ScalingMemory:
-    known = memory.pool
-    if known is not None and abs(searchers - known) <= DEAD_BAND * known:
-        return memory
+    """The pool is the most that was heard of since it was warm, so that a few that come and go do not keep it cold."""
+    known, since = memory.pool, memory.pool_since
+    if known is not None and since is not None and searchers <= known * (1 + DEAD_BAND):
+        return replace(memory, pool=searchers) if at - since >= WARM_SECONDS else memory
     return replace(memory, pool=searchers, pool_since=at)
 
 
@@ -117,15 +118,11 @@ def _is_warm(memory: ScalingMemory, searchers: int, ready: int, at: float) -> bo
     return lasted and 0 < searchers <= ready * (1 + DEAD_BAND)
 
 
-def _mixed(known: float | None, measured: float, share: float) -> float:
-    return measured if known is None else known + share * (measured - known)
-
-
 def _recommended(policy: Autoscaling, memory: ScalingMemory, sample: ProgressSample) -> ScalingMemory:
     """A new number, if the need has been another for long enough. A sample without news speaks for what is there."""
     at, needed = sample.received, float(memory.desired)
-    if memory.demand is not None and memory.rate is not None and sample.progress.state in _USED_STATES:
-        needed = memory.demand / policy.target_replay_ratio / memory.rate
+    if memory.demand.value is not None and memory.rate.value is not None and sample.progress.state in _USED_STATES:
+        needed = memory.demand.value / policy.target_replay_ratio / memory.rate.value
     every = (*memory.recommendations, (at, needed))
     lowest = min(_since(every, at - UP_SECONDS))
     highest = max(_since(every, at - policy.stabilization_seconds))

@@ -105,6 +105,20 @@ class ApplyError:
 
 
 @dataclass(frozen=True, slots=True)
+class Average:
+    """A moving average that begins as the plain mean of its first samples, so that none of them weighs for long."""
+
+    value: float | None = None
+    count: int = 0
+
+    def with_sample(self, measured: float, share: float) -> "Average":
+        """`share` in [0, 1] is the weight of a sample in the long run."""
+        count = self.count + 1
+        known = measured if self.value is None else self.value
+        return Average(known + max(share, 1.0 / count) * (measured - known), count)
+
+
+@dataclass(frozen=True, slots=True)
 class ScalingMemory:
     """What the autoscaler carries from one decision to the next."""
 
@@ -113,16 +127,16 @@ class ScalingMemory:
     desired: int
     recommendations: tuple[tuple[float, float], ...] = ()
     """(Unix seconds, searchers needed, not rounded) within the stabilisation window, oldest first."""
-    rate: float | None = None
+    rate: Average = Average()
     """Trajectories a second of one warm searcher, the last known."""
-    demand: float | None = None
+    demand: Average = Average()
     """Trajectories a second that the trainer would take if it never waited, smoothed."""
     last_sample: float | None = None
     """`received` of the newest sample that was used."""
     pool: int | None = None
-    """Searchers heard of when `pool_since` began."""
+    """Searchers heard of."""
     pool_since: float | None = None
-    """Unix seconds since which the pool has been about that large, and storage reachable."""
+    """Unix seconds since which the pool has not grown, and storage was reachable."""
 
 
 @dataclass(frozen=True, slots=True)

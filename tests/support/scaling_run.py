@@ -1,16 +1,15 @@
 """A run with mode Managed in miniature: a trainer and searcher pods that start slowly, sampled and scaled as for real.
 
-Time goes in ticks of one sample. The trainer's averages are as wrong as the real ones may be: over a window, divided by
-the searchers heard of at its end, with noise on top.
+Time goes in ticks of one sample. The averages are the trainer's own (tba.trainer.rates), with noise on top.
 """
 
 import random
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from tba.contracts.history import Progress
 from tba.contracts.job import Autoscaling
+from tba.trainer.rates import Rates
 from tba_operator.api import Job, JobStatus, SearcherStatus, parse_job
 from tba_operator.scaling import decide
 from tba_operator.world import ProgressSample, ScalingMemory
@@ -45,6 +44,7 @@ class Pod:
     created: float
     delivers_at: float
     gone_at: float | None = None
+    spooled: float = 0.0
 
 
 def autoscaling(**changes) -> Autoscaling:
@@ -113,8 +113,6 @@ class ScalingRun:
     noise: float = 0.0
     """Each number that is sampled is off by up to this share, up or down."""
     start_seconds: float = 300.0
-    window_seconds: float = 120.0
-    """Of the trainer's averages."""
     seed: int = 0
     restarts: frozenset[float] = frozenset()
     """Seconds at which the operator loses its memory."""
@@ -127,10 +125,8 @@ class ScalingRun:
     """After each tick."""
     started: list[int] = field(default_factory=list)
     """Searchers that deliver, after each tick."""
-    _delivered: deque[tuple[float, float]] = field(default_factory=deque)
-    _spooled: float = 0.0
+    _rates: Rates = field(default_factory=Rates)
     _status: int = 0
-    _steps: deque[tuple[float, float | None]] = field(default_factory=deque)
     _random: random.Random = field(default_factory=random.Random)
     _job: Job = field(init=False)
 
@@ -182,28 +178,23 @@ class ScalingRun:
         )
 
     def _work(self, load: Load) -> None:
-        made = len(self._delivering()) * load.rate * TICK_SECONDS
-        if load.storage:
-            self._delivered.append((self.now, made + self._spooled))
-            self._spooled = 0.0
-        else:
-            self._delivered.append((self.now, 0.0))
-            self._spooled += made
-        stepping = load.storage and any(rows for at, rows in self._delivered if self.now - at < self.window_seconds)
-        self._steps.append((self.now, load.steps if stepping else None))
-        for window in (self._delivered, self._steps):
-            while self.now - window[0][0] >= self.window_seconds:
-                window.popleft()
+        """A tick of the searchers, and a step of a trainer that has heard of rows lately."""
+        for pod in self._delivering():
+            pod.spooled += load.rate * TICK_SECONDS
+            if load.storage:
+                self._rates.delivered(str(id(pod)), pod.spooled, self.now - pod.delivers_at, self.now)
+                pod.spooled = 0.0
+        if load.storage and self._heard(load):
+            self._rates.stepped(1.0 / load.steps, self.now)
 
     def _sample(self, load: Load) -> ProgressSample:
-        heard = self._heard(load)
-        steps = [value for _, value in self._steps if value is not None]
-        rate = sum(rows for _, rows in self._delivered) / self.window_seconds / heard if heard else None
+        steps = self._rates.steps_per_busy_second()
+        rate = self._rates.trajectories_per_searcher_second(self.now)
         return sample(
             START + self.now,
-            steps=self._off(sum(steps) / len(steps)) if steps else None,
+            steps=self._off(steps) if steps else None,
             rate=self._off(rate) if rate else None,
-            searchers=heard,
+            searchers=self._heard(load),
             state="Training" if load.storage else "WaitingForStorage",
         )
 

@@ -62,6 +62,6 @@ def test_shards_in_any_order_lose_no_rows(order):
     rates = Rates()
     rates.delivered("a", 5, up_seconds=0.0, now=0.0)
     for i in order:
-        rates.delivered("a", 5, up_seconds=10.0 * i, now=0.0)
-    rates.delivered("a", 5, up_seconds=200.0, now=0.0)
-    assert rates.trajectories_per_searcher_second(0.0) == pytest.approx(5 * 20 / 200)
+        rates.delivered("a", 5, up_seconds=5.0 * i, now=0.0)
+    rates.delivered("a", 5, up_seconds=100.0, now=0.0)
+    assert rates.trajectories_per_searcher_second(0.0) == pytest.approx(5 * 20 / 100)

@@ -4,7 +4,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field
 
-WINDOW_SECONDS = 300.0
+WINDOW_SECONDS = 120.0
 ALIVE_SECONDS = 60.0
 """A searcher not heard of for so long does not count."""
 LEAST_STEPS = 10
@@ -17,10 +17,10 @@ LEAST_UP_SECONDS = 5.0
 class _Deliveries:
     """One searcher process: (its own seconds since its start, rows delivered by then), oldest first."""
 
-    points: deque[tuple[float, int]] = field(default_factory=deque)
+    points: deque[tuple[float, float]] = field(default_factory=deque)
     last_seen: float = 0.0
 
-    def add(self, rows: int, up_seconds: float) -> None:
+    def add(self, rows: float, up_seconds: float) -> None:
         total = rows + (self.points[-1][1] if self.points else 0)
         if self.points and up_seconds <= self.points[-1][0]:  # an older shard that came late
             self.points[-1] = self.points[-1][0], total
@@ -54,13 +54,12 @@ class Rates:
             while len(self._steps) > LEAST_STEPS and self._steps[0][0] < now - WINDOW_SECONDS:
                 self._steps.popleft()
 
-    def delivered(self, incarnation: str, rows: int, up_seconds: float, now: float) -> None:
+    def delivered(self, incarnation: str, rows: float, up_seconds: float, now: float) -> None:
         """A shard came. Time is the searcher's own: what a trainer finds after an absence comes at once."""
         with self._lock:
             deliveries = self._searchers.setdefault(incarnation, _Deliveries())
             deliveries.add(rows, up_seconds)
             deliveries.last_seen = now
-            self._searchers = {i: d for i, d in self._searchers.items() if now - d.last_seen <= WINDOW_SECONDS}
 
     def steps_per_busy_second(self) -> float | None:
         """None until known."""
@@ -71,6 +70,7 @@ class Rates:
     def trajectories_per_searcher_second(self, now: float) -> float | None:
         """Mean over the searchers heard of lately; None until one's is known."""
         with self._lock:
+            self._searchers = {i: d for i, d in self._searchers.items() if now - d.last_seen <= WINDOW_SECONDS}
             heard = [d for d in self._searchers.values() if now - d.last_seen <= ALIVE_SECONDS]
             rates = [rate for d in heard if (rate := d.rate()) is not None]
         return sum(rates) / len(rates) if rates else None
