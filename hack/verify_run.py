@@ -2,17 +2,19 @@
 """Check a run's shards against fresh transformers forward passes: `python hack/verify_run.py URI`.
 
 For a sample of trajectories: every span names a snapshot that was published; the recorded log-probabilities of its
-tokens equal those of a model loaded anew from that snapshot; the reward equals that of scoring the decoded text again.
+tokens equal those of models loaded anew from those snapshots; the reward equals that of scoring the decoded text again.
 Exits 1 if something disagrees by more than the tolerance.
 """
 
 import argparse
 import sys
-from collections import defaultdict
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import DynamicCache
 
 from tba.contracts.errors import CorruptObject, StoreUnavailable, UserError
 from tba.contracts.keys import SHARDS, WEIGHTS, WeightsKey
@@ -43,25 +45,13 @@ def verify(store: ObjectStore, *, limit: int) -> Agreement:
     record = read_run_record(store)
     prompts = load_prompt_set(store, record.train_prompts)
     rows = _sample(store, record, limit)
-    manifests = _published(store)
-    by_policy: dict[PolicyId, list[tuple[Trajectory, int, int]]] = defaultdict(list)
-    for row in rows:
-        start = 0
-        for span in row.spans:
-            by_policy[PolicyId(span.epoch, span.version)].append((row, start, start + span.num_tokens))
-            start += span.num_tokens
-    worst, tokens, tokenizer = 0.0, 0, None
-    for policy, pieces in by_policy.items():
-        snapshot = fetch_snapshot(store, manifests[policy])
-        dtype = next(t.dtype for t in snapshot.tensors.values() if t.is_floating_point())
-        model, tokenizer = build_model(snapshot.assets, dtype=dtype, device="cpu")
-        load_weights(model, snapshot.tensors)
-        for row, start, end in pieces:
-            worst = max(worst, _difference(model, row, start, end, record.config.task.sampling.temperature))
-            tokens += end - start
+    models = Models(store)
+    temperature = record.config.task.sampling.temperature
+    worst = max(_difference(models, row, temperature) for row in sorted(rows, key=lambda r: r.spans))
+    tokens = sum(len(row.response_tokens) for row in rows)
     code = get_reward_code(store, record.reward_code)
-    reward = _reward_difference(record, prompts, rows, tokenizer, code)
-    return Agreement(len(rows), tokens, len(by_policy), worst, reward)
+    reward = _reward_difference(record, prompts, rows, models.tokenizer, code)
+    return Agreement(len(rows), tokens, len(models.seen), worst, reward)
 
 
 def _sample(store: ObjectStore, record: RunRecord, limit: int) -> list[Trajectory]:
@@ -73,22 +63,47 @@ def _sample(store: ObjectStore, record: RunRecord, limit: int) -> list[Trajector
     return [rows[i] for i in chosen]
 
 
-def _published(store: ObjectStore) -> dict[PolicyId, str]:
-    keys = [info.key for info in store.list_after(WEIGHTS) if info.key.endswith("/manifest.json")]
-    return {PolicyId(k.epoch, k.version): k.path for k in map(WeightsKey.parse, keys)}
+class Models:
+    """Fresh models of published snapshots, the last few kept."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        keys = [info.key for info in store.list_after(WEIGHTS) if info.key.endswith("/manifest.json")]
+        self._manifests = {PolicyId(k.epoch, k.version): k.path for k in map(WeightsKey.parse, keys)}
+        self._store = store
+        self.tokenizer: Any = None
+        self.seen: set[PolicyId] = set()
+        self.of = lru_cache(maxsize=4)(self._build)
+        """The model of a policy. Raises: KeyError if it was never published."""
+
+    def _build(self, policy: PolicyId) -> Any:
+        snapshot = fetch_snapshot(self._store, self._manifests[policy])
+        dtype = next(t.dtype for t in snapshot.tensors.values() if t.is_floating_point())
+        model, self.tokenizer = build_model(snapshot.assets, dtype=dtype, device="cpu")
+        load_weights(model, snapshot.tensors)
+        self.seen.add(policy)
+        return model
 
 
 @torch.no_grad()
-def _difference(model: torch.nn.Module, row: Trajectory, start: int, end: int, temperature: float) -> float:
-    """Largest |recorded - fresh| over tokens [start, end) of the response: one forward pass, no cache, no padding."""
+def _difference(models: Models, row: Trajectory, temperature: float) -> float:
+    """Largest |recorded - fresh| over the response's tokens, without padding.
+
+    Where weights were swapped amid a response, so are they here: keys and values of earlier tokens stay those of the
+    policies that computed them, as in a searcher.
+    """
     if row.sampler_logprobs is None:
         raise SystemExit("the searchers recorded no log-probabilities: nothing to compare")
-    ids = torch.tensor([[*row.prompt_tokens, *row.response_tokens]])
-    first = len(row.prompt_tokens) - 1
-    logprobs = (model(input_ids=ids).logits[0, first:-1].float() / temperature).log_softmax(-1)
+    ids = torch.tensor([[*row.prompt_tokens, *row.response_tokens]])  # (1, prompt + response)
+    cache, fed, end, logits = DynamicCache(), 0, len(row.prompt_tokens), []
+    for span in row.spans:
+        end += span.num_tokens
+        model = models.of(PolicyId(span.epoch, span.version))
+        output = model(input_ids=ids[:, fed : end - 1], past_key_values=cache, use_cache=True)
+        logits.append(output.logits[0, -span.num_tokens :].float())  # the last of a prompt predicts the first token
+        fed = end - 1
+    logprobs = (torch.cat(logits) / temperature).log_softmax(-1)
     fresh = logprobs.gather(1, torch.tensor(row.response_tokens)[:, None])[:, 0]
-    recorded = torch.tensor(row.sampler_logprobs)
-    return float((fresh - recorded)[start:end].abs().max())
+    return float((fresh - torch.tensor(row.sampler_logprobs)).abs().max())
 
 
 def _reward_difference(

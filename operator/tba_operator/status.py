@@ -174,7 +174,7 @@ def _suspended(job: Job, observed: Observed, now: float) -> Is:
     left = living(observed, now)
     if left:
         return Is("Suspended", "False", "Suspending", f"{len(left)} pods have still to end")
-    return Is("Suspended", "True", "Suspended", "No pod is left; spec.suspend: false goes on from the last checkpoint")
+    return Is("Suspended", "True", "Suspended", "No pod runs; spec.suspend: false goes on from the last checkpoint")
 
 
 def living(observed: Observed, now: float) -> list[Pod]:
@@ -220,7 +220,7 @@ def _trainer_awaits(found: Findings) -> str:
 def _searchers_ready(job: Job, observed: Observed, found: Findings) -> Is:
     ready = _searcher(job, observed, found.desired).ready_replicas
     if found.desired == 0:
-        return Is("SearchersReady", "False", "NoneDesired", _why_none(job, found))
+        return Is("SearchersReady", "False", "NoneDesired", _why_none(job, observed, found))
     needed = min(job.spec.searcher.min_available, found.desired)
     message = f"{ready} of {found.desired} searchers are ready, {needed} are needed"
     status: Truth = "True" if ready >= needed else "False"
@@ -229,12 +229,18 @@ def _searchers_ready(job: Job, observed: Observed, found: Findings) -> Is:
     return Is("SearchersReady", status, "Ready" if ready >= needed else "Starting", message)
 
 
-def _why_none(job: Job, found: Findings) -> str:
+def _why_none(job: Job, observed: Observed, found: Findings) -> str:
     if job.finished or found.verdict is not None:
         return "The job is over"
     if not found.running:
         return _stopped(job)[1]
-    return found.clamped or "spec.searcher.replicas is 0: the trainer has no fresh data"
+    if found.clamped:
+        return found.clamped
+    said = attempts.voice(observed, found.course.pod)
+    if said is not None and said.state == "Evaluating":
+        wait = f"waits up to {job.spec.sync.stall_timeout_seconds:g} s (sync.stallTimeoutSeconds)"
+        return f"spec.searcher.replicas is 0: the last evaluation {wait} for a searcher to do it. Set it to 1 or more"
+    return "spec.searcher.replicas is 0: the trainer has no fresh data"
 
 
 def _stopped(job: Job) -> tuple[str, str]:

@@ -248,8 +248,8 @@ async def all_ready(bench: Bench, searchers: int, patience: float) -> None:
     await until("all ready", probe, seconds=patience, every=5.0)
 
 
-async def settle(operator: Operator) -> None:
-    """Until nothing has been written for ten seconds."""
+async def settle(operator: Operator, jobs: int) -> None:
+    """Until nothing has been written for ten seconds; every trainer is heard once more first, ten a second."""
     last, since = await operator.scrape(), time.monotonic()
     started = since
     while time.monotonic() - since < 10:
@@ -257,7 +257,7 @@ async def settle(operator: Operator) -> None:
         now = await operator.scrape()
         if now.writes != last.writes or now.waiting:
             last, since = now, time.monotonic()
-        if time.monotonic() - started > 2 * RESYNC_SECONDS:
+        if time.monotonic() - started > 2 * RESYNC_SECONDS + 0.2 * jobs:
             raise TimeoutError(f"still writing: {now.writes}")
 
 
@@ -272,7 +272,7 @@ async def versions(api: Api) -> dict[str, str]:
 
 async def idle(bench: Bench, operator: Operator) -> None:
     """Progress is read and stays the same; every job is looked at again once a minute."""
-    await settle(operator)
+    await settle(operator, len(bench.jobs))
     objects, before, asked = await versions(bench.api), await operator.scrape(), bench.trainers.asked
     await asyncio.sleep(IDLE_SECONDS)
     after, now = await operator.scrape(), await versions(bench.api)
@@ -418,7 +418,7 @@ async def progress(bench: Bench, operator: Operator) -> None:
 
 async def restart(bench: Bench, operator: Operator, log: Path, searchers: int, limit: float) -> Operator:
     """A new process on what is there: it looks at everything and has nothing to do."""
-    await settle(operator)
+    await settle(operator, len(bench.jobs))
     objects = await versions(bench.api)
     operator.stop()
     new = Operator(bench.found.kubeconfig, log)

@@ -131,7 +131,7 @@ class Api:
             url, headers = self._server + path, {"Accept": accept}
             async with self._session.get(url, params=params, headers=headers, raise_for_status=True) as answer:
                 found = await answer.json()
-            for item in found["items"]:
+            for item in found["items"] or ():  # Go writes an empty list as null
                 yield item
             page = found["metadata"].get("continue", "")
             if not page:

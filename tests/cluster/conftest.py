@@ -13,7 +13,7 @@ from support.kube_cluster import SCRIPTS, ClusterError, KubeCluster, only_sessio
 from support.tba_stack import Stack
 
 PREPARED = "tba-examples"
-FAILURES = SCRIPTS / ".failures"
+FAILURES = SCRIPTS / ".failures" / KubeCluster().run.name
 _failed = pytest.StashKey[bool]()
 
 

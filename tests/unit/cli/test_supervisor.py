@@ -85,11 +85,12 @@ def attempts(script):
     return f'echo x >> "$COUNT"; n=$(wc -l < "$COUNT"); {script}'
 
 
-def test_searchers_are_stopped_when_the_trainer_is_done(start):
-    run = start("sleep 0.1", [OBEY, OBEY])
+def test_searchers_are_stopped_when_the_trainer_is_done(start, tmp_path):
+    run = start('while [ ! -e "$COUNT.done" ]; do sleep 0.02; done', [OBEY, OBEY])
     pids = run.supervisor.pids
     assert set(pids) == {"trainer", "searcher-0", "searcher-1"}
     run.until(lambda _: "ready" in run.log("searcher-0") and "ready" in run.log("searcher-1"))
+    (tmp_path / "trainer.done").touch()
     assert run.until_end(advance=0.0) == 0
     assert not any(alive(pid) for pid in pids.values())
     assert run.supervisor.message is None

@@ -7,7 +7,7 @@ from support.job_world import START, STATEFUL_SET, World, job_ref, said
 
 from tba_operator.api import format_time, parse_time
 from tba_operator.plan import plan
-from tba_operator.world import Observed, Plan, ref_of
+from tba_operator.world import Observed, Plan, ProgressSample, ref_of
 
 
 def running(**spec):
@@ -139,6 +139,15 @@ def test_searchers_are_ready_when_the_least_number_is():
     world.change("searcher", replicas=0)
     world.settle()
     assert world.condition("SearchersReady") == ("False", "NoneDesired")
+
+
+def test_a_last_evaluation_without_searchers_says_what_it_waits_for():
+    world = running(searcher={"replicas": 0})
+    world.progress = ProgressSample(said(world.trainer.uid, step=700, state="Evaluating"), world.now)
+    world.settle()
+    assert world.condition("SearchersReady") == ("False", "NoneDesired")
+    assert "the last evaluation waits up to 1800 s" in world.message("SearchersReady")
+    assert "Set it to 1 or more" in world.message("SearchersReady")
 
 
 def test_scale_and_its_selector_are_served():
