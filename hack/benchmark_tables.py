@@ -34,7 +34,9 @@ def main() -> int:
 
 def _section(name: str, rows: list[dict[str, Any]]) -> str:
     commands = sorted({f"`{r['command']}`" for r in rows if r["command"]})
-    lines = [f"## {name}", "", f"{', '.join(commands)}; {rows[0]['machine']}, {rows[0]['date']}", ""]
+    # Rows of one file may come from several sittings, GPU hosts above all.
+    places = list(dict.fromkeys(f"{r['machine']}, {r['date']}" for r in rows))
+    lines = [f"## {name}", "", f"{', '.join(commands)}; {'; '.join(places)}", ""]
     lines += ["| metric | value | baseline | ratio | target | met | note |", "|---|---|---|---|---|---|---|"]
     lines += [_line(r) for r in rows]
     return "\n".join(lines) + "\n"

@@ -416,7 +416,14 @@ class TrainerSettings(Contract):
     """How the trainer process works."""
 
     micro_batch_tokens: int = Field(default=16384, ge=1)
-    """Token budget (prompt, response and padding) of one forward pass."""
+    """Token budget of one forward pass: each prompt once and all its responses, no padding. Groups stay whole."""
+    activation_checkpointing: Literal["Auto", "Always", "Never"] = "Auto"
+    """Compute each layer again in the backward pass: a third more work, a fraction of the memory. Auto: on a GPU where
+    the activations of microBatchTokens would not fit into what is free, as measured; never on a CPU."""
+    compile: bool = False
+    """Compile decoder layers and log-probabilities on a GPU: some minutes at start, faster steps. Read at start."""
+    offload_reference: bool = False
+    """Keep the reference in host memory while it does not score: room on a GPU for a copy of the weights each time."""
 
 
 class ForkFrom(Contract):

@@ -225,7 +225,7 @@ class JobSpec(Contract):
         return LiveConfig(
             sync=self.sync,
             storage=self.storage,
-            trainer=TrainerSettings(micro_batch_tokens=self.trainer.micro_batch_tokens),
+            trainer=TrainerSettings(**{name: getattr(self.trainer, name) for name in TrainerSettings.model_fields}),
             searcher=SearcherSettings(engine=self.searcher.engine, samples_per_prompt=self.searcher.samples_per_prompt),
             buffer=self.buffer,
             reward_timeout_seconds=self.task.reward.timeout_seconds,

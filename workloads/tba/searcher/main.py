@@ -7,12 +7,14 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tba import telemetry
-from tba.contracts.config import LiveConfig, Storage
+from tba import telemetry, trace
+from tba.contracts.config import Engine, LiveConfig, Model, Storage
 from tba.contracts.errors import UserError
 from tba.contracts.keys import RUN, is_searcher_name, new_nonce
 from tba.contracts.records import RunRecord, ShardHeader
 from tba.contracts.runfile import RunFile, read_run_file
+from tba.flops import peak_flops
+from tba.gpus import gpu_model
 from tba.live import LiveSettings
 from tba.log import DATA_AWAITED, PROCESS_STARTED, SIGNAL_RECEIVED, bind, configure, log
 from tba.prompts import PromptWalk, load_prompt_set
@@ -69,6 +71,7 @@ def run_searcher(options: SearcherOptions) -> int:
         _limit_threads(options.threads)
     with ExitStack() as stack:
         stopped = stack.enter_context(stop_signals())
+        stack.enter_context(trace.recording("searcher", options.name))
         heartbeat = telemetry.Heartbeat(STEP_BUDGET_SECONDS)
         ready: list[Callable[[], tuple[bool, str]]] = [lambda: (False, "starting")]
         if options.port is not None:  # before anything that may take long: probes begin with the process
@@ -150,7 +153,7 @@ def _assemble(
         store,
         run_id=record.run_id,
         interval_seconds=lambda: live().sync.poll_interval_seconds,
-        fetch=_fetch(needs_weights=engine.needs_weights),
+        fetch=_fetch(needs_weights=engine.needs_weights, expects_deltas=lambda: live().sync.delta.enabled),
     )
 
     def header(seq: int) -> ShardHeader:
@@ -193,6 +196,7 @@ def _assemble(
             stopped=stopped,
             exit_when_done=options.exit_when_done,
             grace_seconds=options.grace_seconds,
+            peak_flops=_peak_flops(live().searcher.engine, record.config.model),
         ),
         heartbeat=heartbeat,
     )
@@ -214,14 +218,23 @@ def _as_recorded(record: RunRecord, uri: str) -> LiveConfig:
     return record.live.model_copy(update={"storage": Storage(uri=uri), "searcher": searcher})
 
 
-def _fetch(*, needs_weights: bool) -> Fetch:
+def _fetch(*, needs_weights: bool, expects_deltas: Callable[[], bool]) -> Fetch:
     if needs_weights:
-        from tba.snapshots import fetch_snapshot
+        from tba.snapshots import SnapshotFetcher
+        from tba.snapshots.hostcache import HostCache
 
-        return fetch_snapshot
+        return SnapshotFetcher(remember=expects_deltas, cache=HostCache.from_environment())
     from tba.snapshots import Snapshot, fetch_manifest
 
     return lambda store, key: Snapshot(key, fetch_manifest(store, key), {}, {})
+
+
+def _peak_flops(engine: Engine, model: Model) -> float | None:
+    """Of the GPUs that the engine uses: one, or with vLLM as many as it is told to."""
+    if engine.type == "fake":
+        return None
+    num_gpus = engine.tensor_parallel_size if engine.type == "vllm" else 1
+    return peak_flops(gpu_model(), model.dtype, num_gpus)
 
 
 def _remove_empty(spool_dir: Path) -> None:

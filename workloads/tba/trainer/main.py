@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tba import last_words, telemetry
+from tba import last_words, telemetry, trace
 from tba.contracts.errors import UserError
 from tba.contracts.runfile import read_run_file
 from tba.live import LiveSettings
@@ -56,7 +56,7 @@ def run_trainer(options: TrainerOptions) -> int:
     heartbeat = telemetry.Heartbeat(STEP_BUDGET_SECONDS)
     tracker = Tracker(run.config.objective.total_steps, os.environ.get("TBA_POD_UID"))
     last_words.report_progress(tracker.progress)
-    with stop_signals() as stop, _http(options.port, heartbeat, tracker):
+    with stop_signals() as stop, trace.recording("trainer"), _http(options.port, heartbeat, tracker):
         try:
             with heartbeat.allow("starting", START_BUDGET_SECONDS):
                 ready = prepare(run, live(), options.storage or live().storage.uri, tracker.alarms.weather)
