@@ -36,6 +36,7 @@ trainer_bench() {
   step 1 200 trainer-small "${bench[@]}" --shapes 0.135b --repetitions 3 --micro-rows 16 40 80 -o "$PARTS/gpu_trainer.1.json"
   step 1 300 trainer-large "${bench[@]}" --shapes 1.5b --repetitions 3 --micro-rows 8 20 -o "$PARTS/gpu_trainer.2.json"
   merge gpu_trainer
+  step 1 200 tests-trainer python3 -m pytest tests/gpu -q -s -p no:cacheprovider --ignore tests/gpu/test_vllm_on_gpu.py
 }
 
 count() { # count CARDS LIMIT ARGUMENTS...
@@ -67,10 +68,10 @@ third) # the model is complete: its start, the tests of the tier, engine and wei
     step 0 120 start python3 examples/count/make_start.py --model "$VS/smol" -o "$START"
     exit
   fi
-  (step 0 180 tests python3 -m pytest tests/gpu -q -s -p no:cacheprovider) &
+  (step 0 180 tests-vllm python3 -m pytest tests/gpu/test_vllm_on_gpu.py -q -s -p no:cacheprovider) &
   tests=$!
   step 0 120 start python3 examples/count/make_start.py --model "$VS/smol" -o "$START"
-  wait $tests
+  wait "$tests"
   step 0 200 engine python3 tests/bench/gpu/bench_engine.py --model "$START/start" --prompts 640 -o "$KEEP/gpu_engine.json"
   step 0 90 sync-small python3 tests/bench/gpu/bench_sync.py --model "$VS/smol" --what model deltas --engine vllm \
     --folder "$RUN_ROOT" -o "$PARTS/gpu_sync.1.json"

@@ -1,4 +1,4 @@
-"""This tier needs a GPU, vLLM and a model folder; without them it says so, and fails where TBA_GPU_REQUIRED is set."""
+"""This tier needs a GPU, parts of it vLLM and a model: without them it says so, or fails if TBA_GPU_REQUIRED is set."""
 
 import os
 from importlib.util import find_spec
@@ -12,23 +12,24 @@ MODEL = os.environ.get("TBA_GPU_MODEL")
 
 
 def _obstacle() -> str | None:
-    if not torch.cuda.is_available():
-        return "there is no CUDA GPU here"
+    return None if torch.cuda.is_available() else "there is no CUDA GPU here"
+
+
+def _obstacle_to_vllm() -> str | None:
     if find_spec("vllm") is None:
         return "vllm is not installed"
-    if MODEL is None or not (Path(MODEL) / "config.json").exists():
+    if MODEL is None or not (Path(MODEL) / "model.safetensors").exists():
         return f"TBA_GPU_MODEL must name a model folder, got {MODEL!r}"
     return None
 
 
 def pytest_collection_modifyitems(items):
-    obstacle = _obstacle()
-    if obstacle is None:
-        return
-    if os.environ.get("TBA_GPU_REQUIRED"):
-        raise pytest.UsageError(f"the GPU tier must run here, but {obstacle}")
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
+    mine = [item for item in items if Path(__file__).parent in item.path.parents]
+    for item in mine:
+        obstacle = _obstacle() or (_obstacle_to_vllm() if "vllm" in item.path.name else None)
+        if obstacle and os.environ.get("TBA_GPU_REQUIRED"):
+            raise pytest.UsageError(f"{item.path.name} must run here, but {obstacle}")
+        if obstacle:
             item.add_marker(pytest.mark.skip(reason=f"GPU tier: {obstacle}"))
 
 

@@ -39,7 +39,7 @@ def test_the_job_trains_on_what_its_start_maker_made(tmp_path):
         run.searcher()
         assert run.trainer().wait(120) == 0, run.tail()
         latest = run.latest()
-        assert latest.state is RunState.COMPLETE and latest.step == 3
+        assert latest is not None and latest.state is RunState.COMPLETE and latest.step == 3
         history = read_history(run.store)
         assert [e.step for e in history.evaluations][-1] == 3
         assert max(itertools.chain(*(r.staleness for r in history.steps))) <= 8

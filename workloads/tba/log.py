@@ -49,6 +49,8 @@ EVAL_BLOCK_QUARANTINED = "eval_block_quarantined"
 REWARD_FAILED = "reward_failed"
 OBJECTS_SWEPT = "objects_swept"
 PROCESS_STARTED = "process_started"
+COLOCATED_STARTED = "colocated_started"
+COLOCATED_ENDED = "colocated_ended"
 HOLD_WEAKENED = "hold_weakened"
 """beta_ratio fell below 0.05 while the policy lags: beta no longer holds it near the reference."""
 

@@ -127,7 +127,9 @@ def run_ours(options: argparse.Namespace, *, swapping: bool = False) -> list[dic
 
     engine, questions, swap = our_engine(options)
     pool = RewardPool(Reward(name="gsm8k"), num_workers=2)
-    drive = dict(questions=questions, samples=options.samples, pool=pool, swap_seconds=options.swap_seconds)
+    drive: dict[str, Any] = dict(
+        questions=questions, samples=options.samples, pool=pool, swap_seconds=options.swap_seconds
+    )
     feed.drive(engine, wanted(options, questions[:8], 99), **drive)  # warms up
     found = []
     for repetition in range(options.repetitions):

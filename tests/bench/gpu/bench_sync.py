@@ -171,6 +171,7 @@ def delta_rows(options: argparse.Namespace, store: ObjectStore, model: Any, load
             next(train)
         for interval in options.intervals:
             ratios, encode, fetch = [], [], []
+            full = 0
             for _ in range(options.repetitions):
                 fetcher = SnapshotFetcher()
                 before = staged(model)

@@ -197,7 +197,7 @@ def run_trl(options: argparse.Namespace, shape: str) -> dict[str, Any]:
     """TRL's GRPOTrainer: its model preparation and `compute_loss`, driven without its data loader."""
     from datasets import Dataset
     from transformers import AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore
 
     prompts, responses, prompt_tokens, longest = options.rows
     cuda = torch.cuda.is_available()
@@ -220,7 +220,7 @@ def run_trl(options: argparse.Namespace, shape: str) -> dict[str, Any]:
     if options.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if options.liger:
-        from transformers.integrations.liger import apply_liger_kernel  # pyright: ignore[reportMissingImports]
+        from transformers.integrations.liger import apply_liger_kernel  # pyright: ignore
 
         apply_liger_kernel(model, {"fused_linear_cross_entropy": False, "cross_entropy": False})
     device = next(model.parameters()).device

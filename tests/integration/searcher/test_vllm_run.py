@@ -12,7 +12,7 @@ from tba.contracts.records import Outcome, RunRecord, RunState, Trajectory
 from tba.shards import decode_shard
 
 TENSORS = 29  # of the model below, embeddings tied
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 
 def job(root, swap: str) -> TBAJob:
@@ -39,15 +39,15 @@ def rows(run: Cluster) -> list[Trajectory]:
 
 def finish(run: Cluster) -> list[Trajectory]:
     """Rows of the whole run."""
-    run.wait_for(lambda latest: latest.state is RunState.COMPLETE, timeout_seconds=240)
+    run.wait_for(lambda latest: latest.state is RunState.COMPLETE, timeout_seconds=400)
     return rows(run)
 
 
 def test_a_searcher_killed_between_two_tensors_is_replaced_and_swaps_happen_within_responses(tmp_path):
     with cluster(tmp_path, job(tmp_path, "InFlight")) as run:
         trainer = run.trainer()
-        first = run.searcher("searcher-0", f"engine.between_tensors=kill:{2 * TENSORS + 10}")  # in its second swap
-        assert first.wait(240) == -signal.SIGKILL, run.tail()
+        first = run.searcher("searcher-0", f"engine.between_tensors=kill:{TENSORS + 10}")  # in its first swap
+        assert first.wait(400) == -signal.SIGKILL, run.tail()
         before = len(rows(run))
         run.searcher("searcher-0")
         found = finish(run)

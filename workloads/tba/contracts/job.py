@@ -64,21 +64,6 @@ class Container(Contract):
     pod_template: PodTemplate = PodTemplate()
 
 
-class ColocatedSearcher(Contract):
-    """An engine inside the trainer pod that works while the trainer is starved."""
-
-    enabled: Literal["auto"] | bool = "auto"
-    """auto: the controller's choice, which in this release is false."""
-    memory_fraction: float = Field(default=0.4, gt=0, lt=1)
-    """Share of a GPU's memory for the engine."""
-
-    @model_validator(mode="after")
-    def _not_yet(self) -> Self:
-        if self.enabled is True:
-            raise ValueError("enabled must be auto or false in this release, got True: add searcher.replicas instead")
-        return self
-
-
 class Trainer(Container, TrainerSettings):
     """The trainer pod. Immutable unless the job is suspended."""
 
@@ -86,7 +71,6 @@ class Trainer(Container, TrainerSettings):
     """null: 1, or 0 with a CPU engine; this release uses at most one."""
     nodes: int = Field(default=1, ge=1)
     """Trainer pods; this release has one."""
-    colocated_searcher: ColocatedSearcher = ColocatedSearcher()
     termination_grace_period_seconds: int = Field(default=600, ge=0)
     """Time to write a checkpoint and stop."""
 

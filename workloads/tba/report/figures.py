@@ -34,11 +34,13 @@ _PHASE_COLORS = {
     "ingest": "#14b8a6",
     "stage": "#eab308",
     "capture": "#a16207",
+    "asleep": "#94a3b8",
     "wait_data": RED,
     "wait_weights": RED,
     "wait_reward": "#eab308",
     "wait_storage": "#f97316",
     "wait_idle": "#a16207",
+    "wait_engine": "#a16207",
     "other": GREY,
 }
 """Work is cold, copies are earth, waits are warm."""

@@ -19,12 +19,14 @@ TRAINER_PHASES = {
     "capture": "checkpoint: copy to host",
     "wait_data": "wait for data",
     "wait_storage": "wait for storage",
+    "wait_engine": "wait until the colocated searcher sleeps",
     OTHER: "other",
 }
 """Name in the history -> words, in the order they are shown."""
 SEARCHER_PHASES = {
     "generate": "generate",
     "swap": "swap weights",
+    "asleep": "asleep: the trainer's turn",
     "wait_weights": "wait for weights",
     "wait_reward": "wait for rewards",
     "wait_storage": "wait for storage",

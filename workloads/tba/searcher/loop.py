@@ -19,6 +19,7 @@ from tba import telemetry
 from tba.contracts.config import LiveConfig
 from tba.contracts.errors import CorruptObject
 from tba.contracts.records import Outcome, RunRecord, SnapshotManifest
+from tba.gate import Gate
 from tba.log import (
     DATA_AWAITED,
     POLICY_SWAPPED,
@@ -76,6 +77,10 @@ class Surroundings:
     load_prompts: LoadPrompts = load_prompt_set
     idle_seconds: float = 0.05
     peak_flops: float | None = None
+    gate: Gate | None = None
+    """Of a searcher that shares its device with the trainer."""
+    free_memory: bool = False
+    """It leaves the device's memory too while it sleeps."""
 
 
 class SearcherLoop:
@@ -95,6 +100,7 @@ class SearcherLoop:
         self._policies: set[tuple[int, int]] = set()
         self._said_at = 0.0
         self._held: str | None = None
+        self._asleep = False
         self._manifest: SnapshotManifest | None = None
 
     @property
@@ -124,6 +130,8 @@ class SearcherLoop:
         self._rewarding.follow_limits(a.settings())
         self._settle()
         a.spool.tick()
+        if a.gate is not None and not self._has_turn(a.gate):
+            return
         self._sync()
         obstacle = self._obstacle()
         if obstacle is not None:
@@ -138,6 +146,24 @@ class SearcherLoop:
         for response in responses:
             self._receive(response)
 
+    # --- turns ---
+
+    def _has_turn(self, gate: Gate) -> bool:
+        """Whether the engine may work. If not: see that it sleeps, say so, and wait a moment."""
+        if gate.open:
+            if self._asleep:
+                self._asleep = False
+                self._a.engine.wake()
+            gate.awake()
+            return True
+        with self._a.stats.piece("asleep"):
+            if not self._asleep:
+                self._asleep = True
+                self._a.engine.sleep(free_memory=self._a.free_memory)
+            gate.asleep()
+            gate.wait(self._a.idle_seconds)
+        return False
+
     # --- weights ---
 
     def _sync(self) -> None:
@@ -150,7 +176,12 @@ class SearcherLoop:
         elif self._may_swap():
             staged = self._a.poller.take()
             if staged is not None:
-                self._load(staged)
+                self._start_or_load(staged)
+
+    def _start_or_load(self, snapshot: Snapshot) -> None:
+        if self._held is None and self._a.gate is not None:
+            self._a.gate.starting()  # an engine takes its time: the trainer need not wait for it
+        self._load(snapshot)
 
     def _may_swap(self) -> bool:
         return self._a.settings().sync.swap == "InFlight" or self._a.engine.in_flight == 0

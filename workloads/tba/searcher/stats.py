@@ -8,8 +8,10 @@ from typing import Literal
 
 from tba import telemetry, trace
 
-Phase = Literal["generate", "load", "wait_weights", "wait_storage", "wait_reward", "wait_idle"]
-PHASES: tuple[Phase, ...] = ("generate", "load", "wait_weights", "wait_storage", "wait_reward", "wait_idle")
+Phase = Literal["generate", "load", "asleep", "wait_weights", "wait_storage", "wait_reward", "wait_idle"]
+PHASES: tuple[Phase, ...] = (
+    "generate", "load", "asleep", "wait_weights", "wait_storage", "wait_reward", "wait_idle",
+)  # fmt: skip
 _SHOWN = {"load": "swap"}
 """Phases that metrics and traces call otherwise than the counters, whose names are an API."""
 
@@ -30,6 +32,8 @@ class SearcherStats:
     versions_loaded: int = 0
     generate_seconds: float = 0.0
     load_seconds: float = 0.0
+    asleep_seconds: float = 0.0
+    """Colocated with the trainer, whose turn it was."""
     wait_weights_seconds: float = 0.0
     wait_storage_seconds: float = 0.0
     wait_reward_seconds: float = 0.0

@@ -36,6 +36,7 @@ from tba.trainer.alarms import reward_label
 from tba.trainer.background import Background
 from tba.trainer.checkpoint import LoopFacts, TrainerState
 from tba.trainer.checkpointer import Checkpointer
+from tba.trainer.colocated import Colocated, nobody
 from tba.trainer.evaluations import Evaluations
 from tba.trainer.housekeeping import Housekeeping
 from tba.trainer.ingest import Ingestor
@@ -67,6 +68,7 @@ class Trainer:
         grace_seconds: float,
         tracker: Tracker,
         on_step: Callable[[StepResult], None] | None = None,
+        colocated: Colocated | None = None,
     ) -> None:
         self._ready = ready
         self._live = live
@@ -84,6 +86,8 @@ class Trainer:
         self._report = Reporter(
             self._history, self._learner, tracker, epoch=self._epoch, decode=ready.tokenizer.decode, live=live
         )
+        self._colocated = colocated or nobody()
+        self._colocated.tell = self._report.event
         self._phases = Phases()
         self._waiting: str | None = None
         self._version0 = ready.facts.version0
@@ -180,6 +184,7 @@ class Trainer:
             self._close()
 
     def _begin(self) -> None:
+        self._colocated.tick()  # its imports take a while
         event = "started" if self._ready.fresh else "resumed"
         log.info(RUN_STARTED if self._ready.fresh else RUN_RESUMED, epoch=self._epoch, step=self._book.step)
         self._report.event(event, f"epoch {self._epoch} at step {self._book.step}")
@@ -206,6 +211,8 @@ class Trainer:
             self._report.event("continued", self._waiting)
             log.info(DATA_ARRIVED, waited_seconds=round(self._phases.seconds("wait_data"), 2))
             self._waiting = None
+        with self._phases.piece("wait_engine"):
+            self._colocated.sleep()
         self.tracker.state, self.tracker.detail = "Training", self._outage()
         started = time.monotonic()
         with trace.span("train_step", step=self._learner.step + 1):
@@ -239,6 +246,7 @@ class Trainer:
         while (awaited := self._evaluations.describe()) is not None:
             self._check_stop()
             self._housekeeping()
+            self._colocated.wake()  # it may be the only one who answers
             self.tracker.detail = self._outage() or awaited
             self._heartbeat.beat()
             time.sleep(0.1)
@@ -264,6 +272,7 @@ class Trainer:
         self._ingestor.close()
         self._evaluations.gathering.close()
         self._flusher.close()
+        self._colocated.close()
 
     # -- rows in
 
@@ -281,6 +290,7 @@ class Trainer:
                 self._ingestor.poll_now()
             log.info(DATA_AWAITED, reason=reason)
             self._waiting = reason
+        self._colocated.wake()
         self.tracker.state, self.tracker.detail = "WaitingForData", self._describe_wait(reason)
         with self._phases.piece("wait_data"):
             self._take_rows(min(0.5, self._live().sync.poll_interval_seconds))
@@ -292,7 +302,8 @@ class Trainer:
             return f"{reason}; {outage}"
         silent = time.monotonic() - self._intake.last_arrival
         stalled = silent > self._live().sync.stall_timeout_seconds
-        return f"{reason}; no shard for {silent:.0f} s" + (" (SyncStalled)" if stalled else "")
+        trouble = f"; {self._colocated.trouble}" if self._colocated.trouble else ""
+        return f"{reason}; no shard for {silent:.0f} s" + (" (SyncStalled)" if stalled else "") + trouble
 
     # -- weights and state out
 
@@ -342,6 +353,7 @@ class Trainer:
             thread.check()
         self._apply_results()
         self._keeping.tick(self._intake)
+        self._colocated.tick()
         live = self._live()
         self._learner.buffer.set_max_trajectories(live.buffer.max_trajectories)
         self.tracker.alarms.stall_timeout_seconds = live.sync.stall_timeout_seconds
@@ -377,6 +389,7 @@ class Trainer:
     def _check_stop(self) -> None:
         if self._stop.since is None:
             return
+        self._colocated.stop()
         self._join(self._checkpointer.background)
         self._apply_results()
         left = self._grace_seconds - (time.monotonic() - self._stop.since)

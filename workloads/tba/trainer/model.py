@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from tba.contracts.config import Model, Reference, TrainerSettings
 from tba.contracts.records import PolicyId
-from tba.log import SCORER_CHOSEN, log
 from tba.models import load_weights, weight_tensors
 from tba.scoring import Rows, Scorer
 from tba.trainer.memory import ActivationMemory, compile_layers
@@ -38,7 +37,6 @@ class Policy:
                 parameter.copy_(parameter.to(self.publish_dtype))
         self.working = WorkingCopy(self.model, self.publish_dtype)
         self.scorer = Scorer(self.working.model, temperature=temperature)
-        log.info(SCORER_CHOSEN, layout=self.scorer.layout, dtype=config.dtype, refused=self.scorer.refused)
         # A moving average needs the digits that a shorter dtype would round away at each step.
         averaged = self.model if reference.type == "EMA" else self.working.model
         self.reference_model = copy.deepcopy(averaged).eval().requires_grad_(False)

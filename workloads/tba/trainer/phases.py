@@ -14,7 +14,7 @@ from typing import Literal
 
 from tba import telemetry, trace
 
-Phase = Literal["wait_data", "wait_storage", "ingest", "stage", "capture"]
+Phase = Literal["wait_data", "wait_storage", "wait_engine", "ingest", "stage", "capture"]
 """What the loop itself does; the learner adds collate, reference, forward_backward and optimizer."""
 OTHER = "other"
 

@@ -86,6 +86,7 @@ class VllmEngine:
         self._engine: Any = None
         self._core: Any = None  # vLLM's EngineCore
         self._seeded = True
+        self._sleeps = False  # can leave the device's memory
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._tokenizer: Any = None
         self._eos: list[int] = []
@@ -156,6 +157,7 @@ class VllmEngine:
             multiprocess_mode=False,
         )
         self._core = self._engine.engine_core.engine_core
+        self._sleeps = bool(settings.model_config.enable_sleep_mode)
         self._features = _Features.of(self._engine)
         seeds = self._options.request_seeds
         self._seeded = self._features.free_seeds if seeds is None else seeds
@@ -200,6 +202,27 @@ class VllmEngine:
         self._engine.abort_request([row.internal_id for row in unstarted], internal=True)
         for row in unstarted:
             self._add(row.request)
+
+    # --- turns on a shared device ---
+
+    def sleep(self, *, free_memory: bool) -> None:
+        """Begin no step until `wake`. `free_memory`: vLLM's sleep mode, which keeps requests and what they have so far.
+
+        Their cached keys are dropped and computed again; weights wait in the host's memory.
+        """
+        if self._engine is None:
+            return
+        self._pause()
+        if free_memory and self._sleeps:
+            self._core.sleep(level=1, mode="keep")
+
+    def wake(self) -> None:
+        """Weights return to the device, and steps begin again."""
+        if self._engine is None:
+            return
+        if self._core.model_executor.is_sleeping:
+            self._core.wake_up()
+        self._core.resume_scheduler()
 
     # --- requests ---
 
