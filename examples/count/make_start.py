@@ -98,8 +98,8 @@ def tiny() -> tuple[Any, Any]:
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=symbols.index("<eos>"),
+        pad_token_id=symbols.index("<pad>"),
     )
     return LlamaForCausalLM(config), tokenizer
 

@@ -18,7 +18,7 @@ import torch
 import trl.generation.vllm_generation as generation  # pyright: ignore[reportMissingImports]
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+from trl import GRPOConfig, GRPOTrainer  # pyright: ignore
 
 from tba.cli.jobfile import load_job
 from tba.rewards import lookup

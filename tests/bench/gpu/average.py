@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tba.trainer.optim import Update
 
@@ -22,8 +23,8 @@ class Ranks:
         self._count = 0
         if world == 1:
             return
-        self._store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0, timeout=_TIMEOUT)
-        prefix = dist.PrefixStore("gradients", self._store)
+        self._store = TCPStore("127.0.0.1", port, world, is_master=rank == 0, timeout=_TIMEOUT)
+        prefix = PrefixStore("gradients", self._store)
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             self._group: Any = dist.ProcessGroupNCCL(prefix, rank, world, options)

@@ -92,7 +92,7 @@ def run_raw(options: argparse.Namespace) -> list[dict[str, Any]]:
     sampling = SamplingParams(
         temperature=1.0, n=options.samples, max_tokens=options.max_tokens, detokenize=False, top_p=1.0, top_k=0
     )
-    prompts = [{"prompt_token_ids": q.tokens} for q in questions]
+    prompts: Any = [{"prompt_token_ids": q.tokens} for q in questions]
     engine.generate(prompts[:8], sampling, use_tqdm=False)
     found = []
     for _ in range(options.repetitions):

@@ -25,8 +25,13 @@ ROWS, MAX_LEN, MAX_TOKENS = 16, 512, 32
 PROMPTS = [[0, 7, 10, 4, 5, 11], [1, 2, 3], [9, 9, 10, 9, 9, 10, 1, 1, 11]]
 
 
-def make(**extra):
-    engine = config.Engine(type="vllm", max_num_seqs=ROWS, extra_args={"kv_cache_memory_bytes": 2**26, **extra})
+def make(*, tensor_parallel_size: int = 1, **extra):
+    engine = config.Engine(
+        type="vllm",
+        max_num_seqs=ROWS,
+        tensor_parallel_size=tensor_parallel_size,
+        extra_args={"kv_cache_memory_bytes": 2**26, **extra},
+    )
     return build(engine, model=config.Model(uri="file:///m", dtype="float32", max_model_len=MAX_LEN))
 
 
@@ -350,3 +355,17 @@ def test_before_its_first_weights_an_engine_wants_nothing_and_checks_its_setting
         make(max_num_batch_tokens=3)
     with pytest.raises(UserError, match="vLLM refuses"):
         make(block_size="many").load(small_weights(assets[True], 1))
+
+
+def test_worker_processes_take_every_version_from_shared_memory(assets):
+    made = make(tensor_parallel_size=2, logprobsShare=1.0)
+    try:
+        for seed in (1, 2, 3):
+            weights = small_weights(assets[True], seed)
+            made.load(weights)
+            done = run(made, [request(i) for i in range(6)])
+            for i in range(6):
+                expected = full_logprobs(weights, PROMPTS[i % 3], done[i].tokens)
+                assert np.allclose(done[i].logprobs, expected, atol=1e-4)
+    finally:
+        made.close()
