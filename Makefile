@@ -84,6 +84,8 @@ bench: $(VENV)/.dev  ## print the benchmarks (a quarter of an hour), write docs/
 	$(BIN)/python tests/bench/bench_buffer.py -o docs/results/buffer.json
 	$(BIN)/python tests/bench/bench_shards.py -o docs/results/shards.json
 	$(BIN)/python tests/bench/bench_snapshot.py -o docs/results/snapshot.json
+	$(BIN)/python hack/gguf_to_hf.py -o build/smollm2
+	$(BIN)/python tests/bench/bench_delta.py --model build/smollm2 -o docs/results/delta.json
 	$(BIN)/python tests/bench/bench_trainer.py
 	$(BIN)/python tests/bench/bench_ingest.py
 	$(BIN)/python hack/benchmark_tables.py

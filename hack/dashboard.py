@@ -62,6 +62,16 @@ SECTIONS: dict[str, list[Panel]] = {
             "percentunit",
             [("for {{for}}", f"avg by (for) (rate(tba_searcher_wait_seconds_total{{{SEARCHER}}}[5m]))")],
         ),
+        (
+            "Where the trainer's time goes",
+            "percentunit",
+            [("{{phase}}", f"rate(tba_trainer_phase_seconds_total{{{TRAINER}}}[5m])")],
+        ),
+        (
+            "Where the searchers' time goes",
+            "percentunit",
+            [("{{phase}}", f"avg by (phase) (rate(tba_searcher_phase_seconds_total{{{SEARCHER}}}[5m]))")],
+        ),
         ("Transfer of weights", "s", _quantiles("tba_sync_seconds", JOB, "phase")),
         ("Newest snapshot", "bytes", [("{{kind}}", f"tba_snapshot_bytes{{{TRAINER}}}")]),
     ],
@@ -72,6 +82,16 @@ SECTIONS: dict[str, list[Panel]] = {
             [
                 ("generated", f"sum(rate(tba_generated_tokens_total{{{SEARCHER}}}[5m]))"),
                 ("trained", f"sum(rate(tba_trained_tokens_total{{{TRAINER}}}[5m]))"),
+            ],
+        ),
+        (
+            "Model FLOPs utilisation",
+            "percentunit",
+            [
+                (
+                    "{{pod}}",
+                    f"rate(tba_model_flops_total{{{JOB}}}[5m]) / (tba_peak_flops_per_second{{{JOB}}} > 0)",
+                )
             ],
         ),
         (

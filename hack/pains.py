@@ -312,6 +312,11 @@ RL = (
             "after_a_swap_new_requests_are_those_of_a_fresh_engine",
             "two_swaps_in_one_response_give_three_spans_and_their_logprobs",
         )
+        + own(
+            "integration/searcher/test_vllm_engine",
+            "after_a_swap_new_requests_are_those_of_a_fresh_engine_while_others_hold_the_cache",
+            "an_update_that_breaks_between_two_tensors_leaves_the_old_weights",
+        )
         + own("unit/searcher/test_searcher_loop", "every_shard_holds_whole_visits_with_spans_and_rewards"),
     ),
     Pain(

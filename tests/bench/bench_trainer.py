@@ -4,6 +4,7 @@ The plain loop pads all rows to one length, takes `model(**batch).logits`, a ful
 Both arms train the same rows in the same process, turn by turn; memory is measured in a process of its own for each.
 
 python tests/bench/bench_trainer.py [--quick]
+python tests/bench/bench_trainer.py --model DIR --device cuda --tokens 65536 [--compile] …    our step on a GPU, as JSON
 """
 
 import argparse
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import trainer_device
 from results import Row, record, table, write
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -284,8 +286,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small batches, 3 repetitions; writes only with -o")
     parser.add_argument("--peak-of", choices=ARMS, help=argparse.SUPPRESS)
     parser.add_argument("-o", "--output", type=Path, help=f"default docs/results/{OUTPUT.name}")
+    trainer_device.add_options(parser)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.model:
+        trainer_device.report(options)
+        return
     shapes = QUICK if options.quick else SHAPES
     if options.peak_of:
         print(peak_bytes(shapes[options.shape], options.peak_of))

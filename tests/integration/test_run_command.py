@@ -68,6 +68,7 @@ def two_calls(tmp_path_factory) -> TwoCalls:
     (root / "job.yaml").write_text(yaml.safe_dump(json.loads(job.to_json())))
     directory = root / "tiny"
     arguments = ["run", str(root / "job.yaml"), "--storage", "embedded", "--run-dir", str(directory)]
+    arguments += ["--trace", str(root / "traces")]
     interrupted = interrupt_after_a_step(arguments)
     second = tba(*arguments, "--json")
     assert second.returncode == 0, second.stderr
@@ -97,6 +98,30 @@ def test_an_ended_run_is_looked_into_by_its_directory_though_its_server_is_gone(
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["step"] == TOTAL_STEPS
     assert not (two_calls.directory / "server" / "server.json").exists(), "the server that status started still runs"
+
+
+def test_status_splits_the_time_of_both_roles_and_each_second_once(two_calls):
+    done = tba("status", str(two_calls.directory), "--json")
+    status = json.loads(done.stdout)
+    for role, work in (("trainer", "forward_backward"), ("searcher", "generate")):
+        seconds = status[f"{role}Seconds"]
+        assert seconds[work] > 0 and min(seconds.values()) >= 0
+        waits = sum(s for name, s in seconds.items() if name.startswith("wait_"))
+        assert status[f"{role}IdlePercent"] == pytest.approx(100 * waits / sum(seconds.values()))
+        assert status[f"{role}Mfu"] is None, "there is no GPU"
+    text = tba("status", str(two_calls.directory)).stdout
+    assert re.search(r"^time of the searchers: .*generate \d+\.\d %", text, re.MULTILINE)
+
+
+def test_timelines_of_all_processes_of_both_calls_merge_into_one(two_calls, tmp_path):
+    traces = two_calls.directory.parent / "traces"
+    done = tba("trace", str(traces), "-o", str(tmp_path / "trace.json"))
+    assert done.returncode == 0, done.stderr
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    processes = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert sorted(processes) == sorted(["searcher-0", "searcher-1", "trainer"] * 2)
+    assert len({e["pid"] for e in events}) == 6
+    assert {"train_step", "publish", "checkpoint", "generate", "upload"} <= {e["name"] for e in events}
 
 
 def test_replay_of_the_recorded_trajectories_gives_the_same_weights(two_calls):

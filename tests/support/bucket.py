@@ -93,6 +93,13 @@ class Bucket:
             gone += [k for k in pair if k not in self.store.objects]
         return gone
 
+    def baseless(self) -> list[str]:
+        """Deltas whose base is not whole."""
+        manifests = [k for k in self.store.objects if k.startswith("weights/") and k.endswith("/manifest.json")]
+        bases = {k: SnapshotManifest.model_validate_json(self.store.objects[k].data).base for k in manifests}
+        data = {b: b.replace("manifest.json", "data.safetensors") for b in bases.values() if b is not None}
+        return [k for k, b in bases.items() if b is not None and not {b, data[b]} <= set(self.store.objects)]
+
     def restorable(self) -> list[int]:
         """Steps of the checkpoints that following parents can restore, newest first."""
         steps, key = [], self.latest.checkpoint

@@ -23,16 +23,18 @@ RUN_ID = "ab" * 16
 
 def step_row(step, *, epoch=1, seed=0, **changes):
     noise = random.Random(seed * 100_003 + step)
+    waits = {"wait_data": 0.3 * noise.random(), "wait_storage": 0.02 * noise.random()}
+    train = 2.0 + noise.random() * 0.2
     values = {
         "epoch": epoch,
         "step": step,
         "time": START + 3 * step,
         "wall_seconds": 3.0 * step + 20,
         "step_seconds": 3.0,
-        "wait_data_seconds": 0.3 * noise.random(),
-        "wait_storage_seconds": 0.02 * noise.random(),
+        "wait_data_seconds": waits["wait_data"],
+        "wait_storage_seconds": waits["wait_storage"],
         "score_seconds": 0.4,
-        "train_seconds": 2.0 + noise.random() * 0.2,
+        "train_seconds": train,
         "loss": noise.gauss(0, 0.1),
         "reward_mean": 1 / (1 + math.exp(-(step - 60) / 20)) + noise.gauss(0, 0.03),
         "generated_reward_mean": None if step % 3 else 1 / (1 + math.exp(-(step - 55) / 20)),
@@ -62,7 +64,14 @@ def step_row(step, *, epoch=1, seed=0, **changes):
         "buffer_rows": 70 * step + 500,
         "buffer_bytes": 9000 * step,
         "published_version": step - step % 2,
-    }
+        "phase_seconds": {
+            **waits, "collate": 0.1, "reference": 0.4, "forward_backward": train - 0.3, "optimizer": 0.3,
+            "ingest": 0.02, "stage": 0.05 * (step % 2), "capture": 0.2 * (step % 10 == 0), "other": 0.08,
+        },
+        "scored_tokens": 400,
+        "model_flops": 1e15,
+        "peak_flops": 1e15,
+    }  # fmt: skip
     return StepRow(**(values | changes))
 
 
@@ -82,8 +91,16 @@ def searcher(name, incarnation, *, epoch=1, step=1, rows=800):
     return SearcherRow(
         epoch=epoch, step=step, time=START + 3 * step, searcher=name, incarnation=incarnation, shards=9, rows=rows,
         tokens=7000, versions=21, newest_version=step, first_seen=START, last_seen=START + 3 * step,
-        stats={"generated_tokens": 7000.0, "reward_timeouts": 1.0},
+        stats={"generated_tokens": 7000.0, "reward_timeouts": 1.0} | searcher_seconds(3.0 * step),
     )  # fmt: skip
+
+
+def searcher_seconds(up):
+    """Counters of a searcher that has worked for `up` seconds."""
+    shares = {"generate": 0.8, "load": 0.02, "wait_weights": 0.05, "wait_reward": 0.06, "other": 0.07}
+    zero = {"wait_storage_seconds": 0.0, "wait_idle_seconds": 0.0}
+    work = {"up_seconds": up, "model_flops": 1e14 * up, "peak_flops": 1e15}
+    return zero | work | {f"{name}_seconds": share * up for name, share in shares.items()}
 
 
 def sample(step, reward, response="4 + 5 = 9", **changes):
@@ -96,7 +113,8 @@ def whole_run(steps=120):
     rows = [event("started", detail="from version 0")]
     rows += [step_row(s) for s in range(1, steps + 1)]
     rows += [evaluation(s, score=s / steps) for s in range(0, steps + 1, max(1, steps // 8))]
-    rows += [searcher("searcher-0", "1" * 32, step=steps), searcher("searcher-1", "2" * 32, step=steps, rows=790)]
+    for step in (*range(10, steps, 10), steps):
+        rows += [searcher("searcher-0", "1" * 32, step=step), searcher("searcher-1", "2" * 32, step=step, rows=790)]
     rows += [sample(s, s / steps, f"answer {s}") for s in range(1, steps + 1, 5)]
     rows += [
         PublishRow(epoch=1, step=s, time=START, version=s, encoding="full", total_bytes=10**8, stage_seconds=0.01,

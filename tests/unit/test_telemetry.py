@@ -11,7 +11,8 @@ NAMES = {
     "tba_signal_groups_fraction", "tba_ess", "tba_grad_norm", "tba_grad_clip_fraction", "tba_staleness_steps",
     "tba_trainer_wait_seconds", "tba_searcher_wait_seconds", "tba_generated_tokens", "tba_trained_tokens",
     "tba_trajectories", "tba_sync_seconds", "tba_snapshot_bytes", "tba_replay_ratio", "tba_mop_recycles",
-    "tba_reward_failures", "tba_storage_requests",
+    "tba_reward_failures", "tba_storage_requests", "tba_trainer_phase_seconds", "tba_searcher_phase_seconds",
+    "tba_model_flops", "tba_peak_flops_per_second",
 }  # fmt: skip
 
 

@@ -63,6 +63,18 @@ SYNC_SECONDS = Histogram(
 )
 TRAINER_WAIT = _counter("tba_trainer_wait_seconds_total", "Seconds the trainer waited, by what for.", ("for",))
 SEARCHER_WAIT = _counter("tba_searcher_wait_seconds_total", "Seconds the searcher waited, by what for.", ("for",))
+TRAINER_SECONDS = _counter(
+    "tba_trainer_phase_seconds_total",
+    "Seconds of the trainer by phase, all of its time: waits, ingest, step, stage, capture, other.",
+    ("phase",),
+)
+SEARCHER_SECONDS = _counter(
+    "tba_searcher_phase_seconds_total",
+    "Seconds of the searcher by phase, all of its time: generate, swap, waits, other.",
+    ("phase",),
+)
+MODEL_FLOPS = _counter("tba_model_flops_total", "Floating-point operations of the model's own work, recomputation not.")
+PEAK_FLOPS = _gauge("tba_peak_flops_per_second", "What the process's GPUs could do in the model's dtype; 0: unknown.")
 GENERATED_TOKENS = _counter("tba_generated_tokens_total", "Response tokens sampled.")
 TRAINED_TOKENS = _counter("tba_trained_tokens_total", "Response tokens trained on.")
 TRAJECTORIES = _counter(

@@ -44,12 +44,16 @@ def test_status_tells_the_run_from_its_bucket_alone(uri, capsys):
     assert code == 0
     assert "default/arithmetic: step 120/120 · Complete" in out
     assert "searcher-0 11111111: 800 rows, 21 versions" in out
+    assert "time of the trainer: forward and backward" in out
+    assert "time of the searchers: generate 80.0 %, other 7.0 %, wait for rewards 6.0 %" in out
 
 
 def test_status_as_json_has_camel_case_names(uri, capsys):
     _, out, _ = run(capsys, "status", uri, "--json")
     found = json.loads(out)
     assert (found["state"], found["step"], found["totalSteps"], found["searchers"]) == ("Complete", 120, 120, 2)
+    assert found["searcherIdlePercent"] == pytest.approx(11.0) and found["searcherMfu"] == pytest.approx(0.1)
+    assert found["trainerSeconds"]["forward_backward"] > found["trainerSeconds"]["optimizer"] > 0
 
 
 def test_watch_ends_with_the_run(uri, capsys):
@@ -62,8 +66,13 @@ def test_report_is_one_file_with_every_figure(uri, tmp_path, capsys):
     code, _, _ = run(capsys, "report", uri, "-o", str(tmp_path / "out" / "report.html"))
     page = (tmp_path / "out" / "report.html").read_text()
     assert code == 0
-    assert page.count("<svg") == 15
+    assert page.count("<svg") == 16
     assert "no data yet" not in page
+
+
+def test_timelines_of_a_directory_without_any_are_refused_with_what_makes_some(tmp_path, capsys):
+    code, _, err = run(capsys, "trace", str(tmp_path))
+    assert code == 64 and "holds no *.trace.json: run with `tba run --trace" in err
 
 
 def test_inspect_shows_a_damaged_shard_with_its_problem(uri, capsys):

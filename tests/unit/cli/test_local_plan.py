@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import yaml
 from support.jobs import smallest
@@ -64,6 +66,14 @@ def test_each_process_is_a_program_of_its_own_with_its_share_of_cores(job_file):
     assert [s.name for s in searchers] == ["searcher-0", "searcher-1", "searcher-2"]
     assert trainer.env["X"] == "1"
     assert 1 <= int(trainer.env["OMP_NUM_THREADS"]) <= max(1, num_cores() // 4)
+
+
+def test_processes_write_timelines_only_if_asked(job_file, tmp_path):
+    planned = make(job_file)
+    trainer, searchers = planned.programs(port=1, environment={})
+    assert "TBA_TRACE" not in trainer.env
+    trainer, searchers = replace(planned, trace=tmp_path).programs(port=1, environment={})
+    assert {p.env["TBA_TRACE"] for p in (trainer, *searchers)} == {str(tmp_path)}
 
 
 def test_each_process_knows_its_grace_and_a_searchers_successor_finds_its_shards(job_file):

@@ -73,7 +73,7 @@ def test_a_run_ends_with_summary_report_and_the_result_as_json(job_file, capfd):
     result = json.loads(out)
     directory = job_file.parent / "run"
     assert (result["state"], result["step"], result["exitCode"]) == ("Complete", 120, 0)
-    assert Path(result["report"]).read_text().count("<svg") == 15
+    assert Path(result["report"]).read_text().count("<svg") == 16
     for part in (
         "trainer started, pid",
         "searcher-1 started, pid",

@@ -15,21 +15,25 @@ from tba.contracts.config import Model
 from tba.contracts.records import CheckpointManifest, IngestState, Lineage, RunRecord
 from tba.models import load_model, weight_tensors
 from tba.snapshots import publish_snapshot
+from tba.snapshots.encode import Base, encode_delta
+from tba.snapshots.publish import publish_delta
 from tba.store import open_store
 from tba.trainer.checkpoint import TrainerState, write_checkpoint
 
 
 @pytest.fixture
 def run_uri(tmp_path):
-    """Version 0 with assets, then version 2 without, of a tiny model whose weights differ by a known shift."""
+    """Version 0 with assets, then version 2 as a delta, of a tiny model whose weights differ by a known shift."""
     folder = save_tiny(tmp_path / "base", tied=True)
     loaded = load_model(Model(uri=f"file://{folder}", dtype="float32"), base_dir=tmp_path)
     store = open_store(f"file://{tmp_path}/store")
     first, second = keys.WeightsKey(0, 1, "0" * 32), keys.WeightsKey(2, 1, "1" * 32)
     tensors = weight_tensors(loaded.model)
-    publish_snapshot(store, first, tensors, assets=loaded.assets, parent=None, evaluation=None)
+    anchor = publish_snapshot(store, first, tensors, assets=loaded.assets, parent=None, evaluation=None)
     shifted = {n: t + 0.5 if t.dtype.is_floating_point else t for n, t in tensors.items()}
-    publish_snapshot(store, second, shifted, assets={}, parent=first.path, evaluation=None)
+    delta = encode_delta(Base(first.path, anchor, tensors), shifted, max_bytes=float("inf"))
+    assert delta is not None
+    publish_delta(store, second, delta, parent=first.path, evaluation=None)
     record = run_record()
     config = record.config.model_copy(
         update={"model": Model(uri=f"file://{folder}", dtype="float32", max_model_len=32)},
@@ -116,7 +120,7 @@ def test_a_version_that_is_not_there_names_those_that_are(run_uri, checkpoint, t
 
 def test_a_damaged_snapshot_is_told_without_a_traceback(run_uri, tmp_path, capsys):
     store = open_store(run_uri)
-    key = f"{keys.WeightsKey(2, 1, '1' * 32).prefix}model-00000.safetensors"
+    key = f"{keys.WeightsKey(2, 1, '1' * 32).prefix}delta-00000.safetensors"
     data = bytearray(store.get(key).data)
     data[-1] ^= 1
     store.delete([key])
@@ -137,6 +141,7 @@ def test_inspect_lists_both_snapshots_newest_first(run_uri, capsys):
     rows = json.loads(run(capsys, "inspect", "snapshots", run_uri, "--json")[1])
     assert [r["version"] for r in rows] == [2, 0]
     assert [r["assets"] > 0 for r in rows] == [False, True]
+    assert [(r["encoding"], r["depth"]) for r in rows] == [("delta", 1), ("full", 0)]
 
 
 def test_a_run_and_its_exported_directory_get_the_same_score(run_uri, prompts, tmp_path, capsys):

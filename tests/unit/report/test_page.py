@@ -62,7 +62,7 @@ def test_the_page_of_a_whole_run_has_every_figure_and_table():
     text = report(whole())
     page = Page(text)
     assert page.open == []
-    assert page.tags.count("svg") == 15
+    assert page.tags.count("svg") == 16
     for part in ("default/arithmetic", "searcher-0", "truncated", "Best", "Worst", "Random", "totalSteps reached",
                  "objective.beta", "± SE"):  # fmt: skip
         assert part in text
@@ -130,7 +130,7 @@ def test_an_empty_run_has_a_page_that_says_so():
     text = report(History())
     assert Page(text).open == []
     assert "no run here yet" in text
-    assert text.count("no data yet") == 15
+    assert text.count("no data yet") == 16
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5])

@@ -18,7 +18,9 @@ def test_nothing_yet_is_absent_and_all_numbers_are_unknown():
 
 def test_numbers_by_hand():
     rows = [
-        step_row(s, wall_seconds=10.0 * s, wait_data_seconds=2.0, wait_storage_seconds=0.5, reward_mean=float(s),
+        step_row(s, wall_seconds=10.0 * s, reward_mean=float(s),
+                 phase_seconds={"wait_data": 2.0, "wait_storage": 0.5, "forward_backward": 6.0, "other": 1.5},
+                 model_flops=2e13, peak_flops=1e13,
                  staleness={0: 3, 4: 1}, generated_tokens=500 * s, trained_tokens=1000 * s, replay_slots=1, slots=7)
         for s in range(1, 5)
     ]  # fmt: skip
@@ -27,6 +29,8 @@ def test_numbers_by_hand():
     assert summary.staleness_mean == 1.0
     assert summary.staleness_max == 4
     assert summary.trainer_idle_percent == pytest.approx(25.0)
+    assert summary.trainer_mfu == pytest.approx(0.2)
+    assert summary.trainer_seconds["forward_backward"] == 18.0, "of the three steps after the first"
     assert summary.generated_tokens_per_second == 50.0
     assert summary.trained_tokens_per_second == 100.0
     assert (summary.replay_slots, summary.slots) == (4, 28)

@@ -1,9 +1,12 @@
+import json
 from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
+import pytest
 from support.memory_store import MemoryStore
 
+from tba import trace
 from tba.contracts.config import Engine, LiveConfig, Model, Prompts, Reward, RunConfig, Sampling, Storage, Sync, Task
 from tba.contracts.keys import LATEST, EvalKey, ShardKey, WeightsKey
 from tba.contracts.keys import RUN as RUN_RECORD
@@ -25,7 +28,7 @@ from tba.searcher.engines import build
 from tba.searcher.engines.engine import Response
 from tba.searcher.loop import SearcherLoop, Surroundings
 from tba.searcher.spool import Spool, SpoolLimits
-from tba.searcher.stats import SearcherStats
+from tba.searcher.stats import PHASES, SearcherStats
 from tba.searcher.sync import Poller
 from tba.shards import decode_shard
 from tba.snapshots import Snapshot
@@ -169,6 +172,35 @@ def test_every_shard_holds_whole_visits_with_spans_and_rewards(tmp_path):
             visits[visit] = visits.get(visit, 0) + 1
         assert batch.header.stats["versions_loaded"] == 1
     assert len(visits) > 5 and set(visits.values()) == {SIZE}
+
+
+def test_the_phases_in_every_shard_header_sum_to_the_time_that_the_loop_was_up(tmp_path):
+    rig = Rig(tmp_path, scored=False)
+    rig.turns(2)  # waits for weights
+    rig.publish(0)
+    rig.turns(30)
+    for _, batch in rig.shards():
+        stats = batch.header.stats
+        parts = [stats[f"{phase}_seconds"] for phase in PHASES]
+        assert sum(parts) + stats["other_seconds"] == pytest.approx(stats["up_seconds"])
+        assert stats["generate_seconds"] > 0 and stats["wait_weights_seconds"] > 0
+        assert stats["prompt_tokens"] >= batch.header.stats["visits"]
+        assert (stats["model_flops"], stats["peak_flops"]) == (0.0, 0.0), "a fake engine has no model"
+
+
+def test_a_timeline_shows_what_the_searcher_does_with_its_time(tmp_path, monkeypatch):
+    monkeypatch.setenv(trace.DIRECTORY, str(tmp_path / "traces"))
+    rig = Rig(tmp_path / "spool", scored=False)
+    with trace.recording("searcher", "s-0"):
+        rig.turns(1)
+        rig.publish(0)
+        rig.turns(30)
+        assert rig.shards()
+    (path,) = (tmp_path / "traces").iterdir()
+    events = json.loads(path.read_text())
+    assert {"wait_weights", "fetch", "swap", "generate", "reward", "upload"} <= {e["name"] for e in events}
+    rewards = [e for e in events if e["name"] == "reward"]
+    assert sum(e["ph"] == "b" for e in rewards) == sum(e["ph"] == "e" for e in rewards) == len(rig.pool.calls)
 
 
 def test_prompts_follow_the_walk_and_seeds_differ(tmp_path):

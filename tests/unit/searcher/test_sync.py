@@ -26,6 +26,7 @@ class Rig:
         self.now = 0.0
         self.fetched: list[str] = []
         self.broken: dict[str, Exception] = {}
+        self.older: dict[str, str] = {}
         self.commit = 0
         self.store.put_once(RUN, run_record().to_json())
         self.poller = Poller(
@@ -35,6 +36,8 @@ class Rig:
 
     def fetch(self, store, manifest: str):
         self.fetched.append(manifest)
+        if manifest in self.older:
+            return Weights(self.older[manifest])
         if manifest in self.broken:
             raise self.broken[manifest]
         return Weights(manifest)
@@ -106,6 +109,30 @@ def test_a_bad_snapshot_is_tried_again_with_growing_waits(error):
     rig.broken.clear()
     rig.poll(after=60.0)
     assert rig.poller.take() is not None
+
+
+def test_older_weights_in_place_of_the_wanted_ones_serve_until_those_can_be_read():
+    rig = Rig()
+    rig.publish(key(3), version=3)
+    rig.older = {key(3): key(1)}
+    rig.poll()
+    taken = rig.poller.take()
+    assert taken is not None and taken.key == key(1) and "refused" in rig.poller.detail
+    rig.poll(after=1.0)
+    assert rig.fetched == [key(3)], "not before the wait is over"
+    rig.older.clear()
+    rig.poll(after=3.0)
+    taken = rig.poller.take()
+    assert taken is not None and taken.key == key(3)
+
+
+def test_an_evaluation_is_never_begun_with_other_weights_than_its_own():
+    rig = Rig()
+    rig.publish(key(4), evaluation=key(3), version=4)
+    rig.older = {key(3): key(1)}
+    rig.poll()
+    rig.poller.take()
+    assert rig.poller.evaluation() is None
 
 
 def test_unavailable_storage_is_survived_and_said():

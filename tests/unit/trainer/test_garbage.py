@@ -55,6 +55,23 @@ def test_bases_of_live_deltas_references_and_the_wanted_evaluation_stay():
     assert not bucket.missing()
 
 
+def test_what_a_delta_builds_on_goes_with_the_delta_and_not_before():
+    bucket, one = Bucket(), replace(KEEP, retain_versions=1)
+    bucket.snapshot(0)
+    anchor = bucket.snapshot(1)
+    first = bucket.snapshot(2, base=anchor)
+    bucket.store.clock += 3 * GRACE
+    bucket.snapshot(3, base=first)
+    bucket.store.clock += 3 * GRACE
+    assert sweep(bucket, one).num_objects == 0, "the newest delta needs all of it"
+    bucket.snapshot(4)
+    sweep(bucket, one)
+    assert bucket.folders(WEIGHTS) == ["0/1", "1/1", "2/1", "3/1", "4/1"], "a slow reader may be at version 3"
+    bucket.store.clock += GRACE
+    sweep(bucket, one)
+    assert bucket.folders(WEIGHTS) == ["0/1", "4/1"]
+
+
 def test_uploads_in_flight_and_folders_of_a_later_epoch_are_never_touched():
     bucket = Bucket()
     for version in range(4):
@@ -249,6 +266,7 @@ def test_sweeping_at_any_time_never_breaks_what_latest_names_or_the_way_back(mov
             assert young <= set(bucket.store.objects), "nothing young is deleted"
             assert sweep(bucket, rules).num_objects == 0, "one sweep takes all there is to take"
         assert not bucket.missing()
+        assert not bucket.baseless(), "a delta lost what it builds on"
         assert any(k.startswith("weights/0000000000/000001-") for k in bucket.store.objects)
         steps = bucket.restorable()
         assert len(steps) >= min(keep_last, len(set(saved))) and steps[0] == saved[-1]

@@ -1,16 +1,19 @@
 """The training loop on a tiny real model and a directory: what SIGTERM, waits and rollbacks leave behind."""
 
+import json
 import threading
 import time
+from operator import attrgetter
 from types import SimpleNamespace
 
 import pytest
 import torch
 from support.tiny_run import TinyRun as Run
 
-from tba import telemetry
+from tba import telemetry, trace
 from tba.contracts.errors import UserError
 from tba.contracts.keys import CHECKPOINTS, LATEST, MANIFEST
+from tba.flops import model_shape
 from tba.report.history import read_history
 from tba.store import AccessDenied
 from tba.trainer.checkpoint import read_checkpoint
@@ -162,10 +165,10 @@ def test_credentials_that_rotate_at_the_end_delay_the_end_and_the_run_is_complet
     assert len(refused) == 2 and trainer.tracker.state == "Complete"
 
 
-@pytest.mark.parametrize("part", ["_flusher", "_ingestor", "_garbage"])
+@pytest.mark.parametrize("part", ["_flusher", "_ingestor", "_keeping.garbage"])
 def test_a_thread_that_died_ends_the_run_with_its_error(tmp_path, part):
     trainer = Run(tmp_path).trainer()
-    getattr(trainer, part)._error = ZeroDivisionError("a bug")
+    attrgetter(part)(trainer)._error = ZeroDivisionError("a bug")
     with pytest.raises(ZeroDivisionError):
         trainer._housekeeping()
 
@@ -179,18 +182,20 @@ def test_rights_that_the_sweep_lacks_for_a_while_are_sat_out(tmp_path, monkeypat
             raise AccessDenied("may not delete")
         return Swept(0, 0)
 
-    monkeypatch.setattr(trainer._sweeper, "sweep", sweep)
-    monkeypatch.setattr(trainer._garbage, "_sleep", lambda _seconds: None)
-    trainer._garbage.submit(trainer._sweep)
-    assert trainer._garbage.join(HANG) and len(tries) == 3
+    keeping = trainer._keeping
+    monkeypatch.setattr(keeping.sweeper, "sweep", sweep)
+    monkeypatch.setattr(keeping.garbage, "_sleep", lambda _seconds: None)
+    keeping.garbage.submit(keeping.sweep)
+    assert keeping.garbage.join(HANG) and len(tries) == 3
 
 
 def test_the_sweep_knows_scores_that_no_checkpoint_carries_yet(tmp_path, monkeypatch):
     trainer, seen = Run(tmp_path).trainer(), []
-    monkeypatch.setattr(trainer._sweeper, "sweep", lambda *_a, scores, **_k: seen.append(dict(scores)) or Swept(0, 0))
+    sweeper = trainer._keeping.sweeper
+    monkeypatch.setattr(sweeper, "sweep", lambda *_a, scores, **_k: seen.append(dict(scores)) or Swept(0, 0))
     trainer._evaluations._scores.append((3, 0.5))
     trainer._apply_results()
-    trainer._sweep()
+    trainer._keeping.sweep()
     assert seen == [{3: 0.5}] and trainer.tracker.eval_score == 0.5
 
 
@@ -201,3 +206,52 @@ def test_requests_of_the_trainer_to_storage_are_counted(tmp_path):
     before = counted()
     Run(tmp_path).trainer()
     assert counted() > before
+
+
+def test_the_rows_of_a_run_split_all_its_time_and_each_second_once(tmp_path):
+    run = Run(tmp_path, min_initial=0)
+    trainer = run.trainer()
+    run.put_shard(0)
+    trainer.run()
+    rows = read_history(run.ready.store).steps
+    assert [r.step for r in rows] == [1, 2, 3]
+    for row in rows:
+        assert min(row.phase_seconds.values()) >= 0
+        assert {"reference", "forward_backward", "optimizer", "ingest", "other"} <= set(row.phase_seconds)
+    assert sum(r.span_seconds for r in rows) == pytest.approx(rows[-1].wall_seconds)
+    assert rows[0].phase_seconds["stage"] > 0 and rows[0].phase_seconds["capture"] > 0, "of the start"
+
+
+def test_the_flops_of_a_step_are_those_of_its_rows(tmp_path):
+    run = Run(tmp_path, min_initial=0)
+    trainer = run.trainer()
+    run.put_shard(0)
+    results = []
+    trainer._on_step = results.append
+    trainer.run()
+    rows = read_history(run.ready.store).steps
+    model = run.ready.learner.policy.model
+    shape = model_shape(model.config.to_dict(), [(n, tuple(p.shape)) for n, p in model.named_parameters()])
+    length = len(run.ready.prompts.prompt_tokens(0))  # of every prompt; every response has 3 tokens, two of them fed in
+    group, fed = shape.forward(length, 0) + 2 * shape.generate(length, 3), length + 2 * 2
+    for row, result in zip(rows, results, strict=True):
+        repeated = result.trained_tokens - 2 * fed  # prompts that the two rows of a group did not share
+        assert repeated % length == 0
+        training = 3 * (2 * group + 2 * shape.matrix_parameters * repeated)
+        assert row.model_flops == pytest.approx(training + group * row.scored_tokens / fed)
+        assert row.peak_flops is None, "a CPU has no peak that we know"
+
+
+def test_a_timeline_shows_what_the_trainer_does_with_its_time(tmp_path, monkeypatch):
+    monkeypatch.setenv(trace.DIRECTORY, str(tmp_path / "traces"))
+    run = Run(tmp_path, min_initial=0)
+    with trace.recording("trainer"):
+        trainer = run.trainer()
+        run.put_shard(0)
+        trainer.run()
+    (path,) = (tmp_path / "traces").iterdir()
+    events = json.loads(path.read_text())
+    names = {e["name"] for e in events}
+    assert {"train_step", "forward_backward (sum)", "stage", "capture", "publish", "checkpoint", "poll"} <= names
+    tracks = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert {"MainThread", "publish", "checkpoint", "ingest"} <= tracks

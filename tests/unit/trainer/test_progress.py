@@ -11,10 +11,13 @@ from tba import telemetry
 from tba.contracts.records import Latest, RunState
 from tba.trainer.learner import StepResult
 from tba.trainer.optim import Update
-from tba.trainer.progress import StepMetrics, Timing, Tracker, sample_row, step_row
+from tba.trainer.phases import Timing
+from tba.trainer.progress import StepMetrics, Tracker, sample_row, step_row
 from tba.trainer.sampling import BatchPlan
 
-TIMING = Timing(step_seconds=2.0, wait_data_seconds=0.5, wait_storage_seconds=0.25)
+PHASES = {"wait_data": 0.5, "wait_storage": 0.25, "reference": 0.125, "forward_backward": 1.25, "optimizer": 0.25,
+          "stage": 0.25, "other": 0.375}  # fmt: skip
+TIMING = Timing(step_seconds=2.0, phase_seconds=PHASES)  # 3 s since the step before
 
 
 def small_result(**changes) -> StepResult:
@@ -39,16 +42,17 @@ def small_result(**changes) -> StepResult:
         log_z=np.array([0.25, 0.75], dtype=np.float32),
         update=Update(grad_norm=3.5, clipped=True, learning_rate=1e-4),
         trained_tokens=11,
-        score_seconds=0.125,
-        train_seconds=1.5,
+        scored_tokens=7,
+        row_tokens=13,
+        phase_seconds={"reference": 0.125, "forward_backward": 1.25, "optimizer": 0.25},
         reference_changed=False,
     )
     return replace(result, **changes)
 
 
-def row_of(result: StepResult, learner=None):
+def row_of(result: StepResult, learner=None, **changes):
     learner = learner or make_learner()
-    return step_row(learner, result, TIMING, epoch=3, published_version=5)
+    return step_row(learner, result, TIMING, epoch=3, published_version=5, **changes)
 
 
 def test_statistics_of_the_batch_by_hand():
@@ -76,7 +80,8 @@ def test_what_is_passed_through_stands_in_its_own_field():
     row = row_of(small_result())
     assert (row.epoch, row.published_version) == (3, 5)
     assert (row.step_seconds, row.wait_data_seconds, row.wait_storage_seconds) == (2.0, 0.5, 0.25)
-    assert (row.score_seconds, row.train_seconds) == (0.125, 1.5)
+    assert (row.score_seconds, row.train_seconds, row.scored_tokens) == (0.125, 1.5, 7)
+    assert (row.phase_seconds, row.span_seconds) == (PHASES, 3.0)
     assert (row.loss, row.beta) == (-0.75, 0.5)
     assert (row.grad_norm, row.grad_clipped, row.learning_rate) == (3.5, True, 1e-4)
 
@@ -99,7 +104,7 @@ def test_learner_fills_the_cumulative_numbers():
     learner.counters.quarantined_shards, learner.counters.wall_seconds = 2, 7.5
     row = row_of(result, learner)
     assert (row.step, row.ingested_rows, row.trained_rows, row.quarantined_shards) == (1, 24, 12, 2)
-    assert row.trained_tokens == result.trained_tokens == learner.buffer.num_tokens(result.plan.rows).sum()
+    assert row.trained_tokens == learner.buffer.num_tokens(result.plan.rows).sum()
     assert row.buffer_rows == len(learner.buffer) and row.buffer_bytes == learner.buffer.memory_bytes
     assert row.replay_ratio == pytest.approx(12 / 24)
     assert row.wall_seconds == 7.5
@@ -110,13 +115,19 @@ def test_learner_fills_the_cumulative_numbers():
 
 
 def test_metrics_of_steps_by_hand():
-    learner, metrics = make_learner(), StepMetrics(mop_recycles=7)
+    learner, metrics = make_learner(), StepMetrics(mop_recycles=7, trained_tokens=100)
+    learner.counters.trained_tokens = 100
     before = telemetry.MOP_RECYCLES._value.get()
+    tokens, flops = telemetry.TRAINED_TOKENS._value.get(), telemetry.MODEL_FLOPS._value.get()
     for clipped, recycles in ((True, 7), (False, 9), (False, 9), (True, 12)):
         result = small_result(update=Update(grad_norm=3.5, clipped=clipped, learning_rate=1e-4))
         result = replace(result, plan=replace(result.plan, mop_recycles=recycles))
-        metrics.record(row_of(result, learner), result)
+        learner.counters.trained_tokens += 10
+        metrics.record(row_of(result, learner, model_flops=2.5, peak_flops=1e12))
     assert telemetry.GRAD_CLIP_FRACTION._value.get() == 0.5
+    assert telemetry.TRAINED_TOKENS._value.get() - tokens == 40, "the 100 were counted by the one before"
+    assert telemetry.MODEL_FLOPS._value.get() - flops == 10.0
+    assert telemetry.PEAK_FLOPS._value.get() == 1e12
     assert telemetry.MOP_RECYCLES._value.get() - before == 5, "of this process: the 7 were counted by the one before"
 
 
@@ -148,9 +159,9 @@ def test_progress_of_a_resumed_run_by_hand():
     live.stepped(row_of(small_result(), learner))
     progress = live.progress()
     assert (progress.step, progress.percentage) == (6, 30.0)
-    assert progress.trainer_idle_percent == pytest.approx(100 * 1.5 / 5.5)
-    # 2 steps of this process took 2 * 2.75 s; 14 are left.
-    assert progress.eta_seconds == pytest.approx(2.75 * 14)
+    assert progress.trainer_idle_percent == pytest.approx(100 * 1.5 / 6)
+    # 2 steps of this process took 2 * 3 s; 14 are left.
+    assert progress.eta_seconds == pytest.approx(3 * 14)
     assert progress.staleness_mean == pytest.approx((1 * 2 + 4 * 3) / 6)
     assert abs(progress.last_updated_time - time.time()) < 60
 
@@ -163,7 +174,7 @@ def test_progress_carries_speed_checkpoint_and_alerts_and_a_complete_run_has_no_
         learner.step = step
         live.stepped(row_of(small_result(), learner))
     progress = live.progress()
-    assert (progress.checkpoint_step, progress.steps_per_busy_second) == (4, pytest.approx(1 / 2.0))
+    assert (progress.checkpoint_step, progress.steps_per_busy_second) == (4, pytest.approx(1 / 2.25))
     assert progress.trajectories_per_searcher_second is None
     assert [alert.reason for alert in progress.alerts] == ["NoRewardSignal"]
     live.state = "Complete"

@@ -6,13 +6,14 @@ import pytest
 import torch
 from support.memory_store import MemoryStore
 
+from tba.contracts.config import Delta
 from tba.contracts.errors import Fenced, StoreUnavailable
 from tba.contracts.keys import LATEST, WeightsKey
-from tba.contracts.records import EvalRequest, Latest
+from tba.contracts.records import EvalRequest, Latest, SnapshotManifest
 from tba.snapshots import fetch_snapshot
 from tba.trainer.background import Background
 from tba.trainer.committer import Committer
-from tba.trainer.publish import Published, Publisher
+from tba.trainer.publish import Published, Publisher, may_follow
 
 HANG = 10.0  # seconds after which a test that waits for a thread has failed
 REQUEST = EvalRequest(prompts="prompts/x", num_prompts=5, block_prompts=2, sampling="greedy", samples=1)
@@ -25,17 +26,21 @@ class Setting:
         self.store = store or MemoryStore()
         self.committer = Committer.take_over(self.store)
         self.published: list[Published] = []
+        self.delta = Delta(enabled=False)
         self.publisher = Publisher(
             self.store,
             self.committer,
             assets={"config.json": b"{}"},
+            delta=lambda: self.delta,
             give_up_seconds=give_up_seconds,
             on_published=self.published.append,
         )
 
-    def publish(self, version: int, *, evaluation: EvalRequest | None = None) -> float:
+    def publish(
+        self, version: int, *, evaluation: EvalRequest | None = None, tensors: dict[str, torch.Tensor] | None = None
+    ) -> float:
         return self.publisher.publish(
-            {"w": torch.full((4,), float(version))},
+            {"w": torch.full((4,), float(version))} if tensors is None else tensors,
             version=version,
             epoch=self.committer.epoch,
             evaluation=evaluation,
@@ -179,3 +184,104 @@ def test_fenced_publisher_changes_nothing_and_says_so():
     run.publish(3)
     with pytest.raises(Fenced):
         run.publisher.background.join(HANG)
+
+
+def large(version: int, *, changed: int = 5) -> dict[str, torch.Tensor]:
+    """1000 bf16 weights of which the first `changed` move with each version."""
+    weights = torch.ones(1000, dtype=torch.bfloat16)
+    weights[:changed] += version
+    return {"w": weights}
+
+
+class DeltaSetting(Setting):
+    """Publishes deltas wherever it may."""
+
+    def __init__(self, store: MemoryStore | None = None, **delta) -> None:
+        super().__init__(store)
+        self.delta = Delta(**delta)
+        self.publisher.background = Background("publish", give_up_seconds=60.0, sleep=lambda _: None)
+
+    def encodings(self, versions, *, changed: int = 5) -> list[str]:
+        for version in versions:
+            self.publish(version, tensors=large(version, changed=changed))
+            self.wait()
+        return [done.row.encoding for done in self.published[-len(versions) :]]
+
+
+def test_small_changes_travel_as_deltas_between_anchors():
+    run = DeltaSetting(anchor_every=3)
+    assert run.encodings(range(7)) == ["full", "delta", "delta", "full", "delta", "delta", "full"]
+    assert [done.manifest.depth for done in run.published] == [0, 1, 2, 0, 1, 2, 0]
+    for version, done in enumerate(run.published):
+        assert torch.equal(fetch_snapshot(run.store, done.key).tensors["w"], large(version)["w"])
+        assert done.row.total_bytes == done.manifest.total_bytes and done.manifest.parent == (
+            run.published[version - 1].key if version else None
+        )
+    assert run.published[1].row.total_bytes < run.published[0].row.total_bytes / 4
+
+
+def test_a_delta_larger_than_the_ratio_is_published_in_full():
+    rng = torch.Generator().manual_seed(0)
+    run = DeltaSetting(max_ratio=0.5)
+    for version in (1, 2):
+        run.publish(version, tensors={"w": torch.randn(1000, generator=rng).bfloat16()})
+        run.wait()
+    assert [done.row.encoding for done in run.published] == ["full", "full"]
+    assert run.encodings([3, 4]) == ["full", "delta"]
+
+
+def test_the_delta_settings_are_live():
+    run = DeltaSetting(enabled=False)
+    assert run.encodings([0, 1]) == ["full", "full"]
+    run.delta = Delta()
+    assert run.encodings([2, 3]) == ["full", "delta"], "no weights were kept to build on while it was off"
+    run.delta = Delta(enabled=False)
+    assert run.encodings([4]) == ["full"]
+
+
+def test_a_base_that_was_written_to_after_its_publish_misleads_nobody():
+    run = DeltaSetting()
+    reused = large(0)
+    run.publish(0, tensors=reused)
+    run.wait()
+    reused["w"][7] = 5.0
+    assert run.encodings([1, 2]) == ["full", "delta"]
+    assert torch.equal(fetch_snapshot(run.store, run.published[2].key).tensors["w"], large(2)["w"])
+
+
+def test_anchors_carry_the_assets_and_deltas_find_them_there():
+    run = DeltaSetting()
+    run.encodings([0, 1])
+    assert [len(done.manifest.assets) for done in run.published] == [1, 0]
+    assert fetch_snapshot(run.store, run.published[1].key).assets == {"config.json": b"{}"}
+
+
+def test_the_first_publish_after_a_take_over_is_an_anchor():
+    run = DeltaSetting()
+    assert run.encodings([0, 1]) == ["full", "delta"]
+    restored = DeltaSetting(run.store)
+    assert restored.encodings([1, 2]) == ["full", "delta"]
+    assert restored.published[1].manifest.base == restored.published[0].key
+
+
+@pytest.mark.parametrize("call", ["put_once", "cas"])
+def test_a_delta_whose_publish_broke_is_tried_again_on_the_same_base(call):
+    store = FailingStore()
+    run = DeltaSetting(store)
+    run.encodings([0])
+    store.refuse = {call: 1}
+    assert run.encodings([1, 2]) == ["delta", "delta"]
+    assert [done.manifest.base for done in run.published] == [None, run.published[0].key, run.published[1].key]
+    assert torch.equal(fetch_snapshot(store, run.latest.manifest or "").tensors["w"], large(2)["w"])
+
+
+def test_a_delta_follows_only_what_latest_names_in_its_own_epoch_within_the_chain_limit():
+    key = WeightsKey(3, 2, "a" * 32).path
+    base = SnapshotManifest(epoch=2, version=3, nonce="a" * 32, files=[], tensors=[], depth=3)
+    named = Latest(commit=1, epoch=2, version=3, step=3, nonce="x", manifest=key)
+    assert may_follow(key, base, Delta(anchor_every=5), 2, named)
+    assert not may_follow(key, base, Delta(anchor_every=4), 2, named)
+    assert not may_follow(key, base, Delta(anchor_every=5, enabled=False), 2, named)
+    assert not may_follow(key, base, Delta(anchor_every=5), 3, named)
+    other = named.model_copy(update={"manifest": WeightsKey(3, 2, "b" * 32).path})
+    assert not may_follow(key, base, Delta(anchor_every=5), 2, other)

@@ -18,6 +18,7 @@ COMMANDS = {
     "status": "Step, reward, staleness, searchers and newest version of a run, from its bucket.",
     "watch": "Follow a run live, from its bucket.",
     "report": "Write one self-contained HTML page about a run.",
+    "trace": "Merge the timelines of a run's processes into one file for Perfetto.",
     "inspect": "What is in the bucket: shards, buffer, snapshots, checkpoint.",
     "export": "Write the weights of a step as a Hugging Face model directory.",
     "eval": "Evaluate the weights of a step or a model directory: greedy or pass@k.",

@@ -73,6 +73,7 @@ def snapshots(
             "version": manifest.version,
             "epoch": manifest.epoch,
             "encoding": manifest.encoding,
+            "depth": manifest.depth,
             "bytes": manifest.total_bytes,
             "tensors": len(manifest.tensors),
             "assets": len(manifest.assets),

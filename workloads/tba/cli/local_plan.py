@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tba import trace
 from tba.cli.jobfile import absolute_uri, load_job
 from tba.cli.supervisor import Program, RestartPolicy
 from tba.cli.target import RUNS, StorageTarget
@@ -39,6 +40,8 @@ class Plan:
     """What differs from the job file, for the user to know."""
     fresh: bool = False
     """Delete what an earlier run left in the directory first."""
+    trace: Path | None = None
+    """Where each process writes its timeline; None: nowhere."""
     command: tuple[str, ...] = (sys.executable, "-m", "tba")
     """What starts a process of this package."""
 
@@ -59,6 +62,7 @@ class Plan:
             "OMP_NUM_THREADS": str(self.threads),
             "TBA_HTTP_HOST": "127.0.0.1",
             "TOKENIZERS_PARALLELISM": "false",
+            **({trace.DIRECTORY: str(self.trace)} if self.trace else {}),
             **environment,
         }
         spec, logs = self.job.spec, self.directory / "logs"

@@ -1,6 +1,7 @@
 """`tba run`: a whole run on this machine."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,10 @@ def command(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="First delete what an earlier run left in the run directory.")
     ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Directory for a timeline of each process, for https://ui.perfetto.dev or chrome://tracing."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the job and show what would start.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Result as JSON on standard output.")] = False,
 ) -> int:
@@ -36,6 +41,8 @@ def command(
     from tba.cli.local_run import LocalRun
 
     planned = plan(job, overrides=overrides or [], searchers=searchers, storage=storage, run_dir=run_dir, fresh=fresh)
+    if trace is not None:
+        planned = replace(planned, trace=trace.resolve())
     planned.check_reward()
     if dry_run:
         typer.echo(json.dumps(planned.to_dict(), indent=2) if as_json else planned.describe())

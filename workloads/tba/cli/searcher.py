@@ -34,6 +34,9 @@ def command(
     exit_when_done: Annotated[
         bool, typer.Option("--exit-when-done", help="End with 0 when the run has ended.")
     ] = False,
+    gate_fd: Annotated[
+        int | None, typer.Option(envvar="TBA_GATE_FD", hidden=True, help="Set by a trainer for its colocated searcher.")
+    ] = None,
 ) -> int:
     """Generate and score responses with the newest weights; needs the bucket and nothing else."""
     from tba.searcher.main import SearcherOptions, run_searcher
@@ -41,6 +44,6 @@ def command(
     return run_searcher(
         SearcherOptions(
             storage=storage, name=name, config_dir=config, port=port, threads=threads, grace_seconds=grace_seconds,
-            spool_dir=spool_dir, exit_when_done=exit_when_done,
+            spool_dir=spool_dir, exit_when_done=exit_when_done, gate_fd=gate_fd,
         )
     )  # fmt: skip

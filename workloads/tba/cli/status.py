@@ -15,9 +15,10 @@ def command(
     region: Region = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Show step, reward, staleness, idle time, searchers and the newest version of a run."""
+    """Show step, reward, staleness, where time goes, searchers and the newest version of a run."""
     from tba.cli.view import plain
     from tba.report.history import read_history
+    from tba.report.split import SEARCHER_PHASES, TRAINER_PHASES, in_words, searcher_time, trainer_time
     from tba.report.summary import summarise
 
     history = read_history(open_target(run, endpoint=endpoint, region=region))
@@ -28,6 +29,12 @@ def command(
         return
     typer.echo(f"{summary.owner or run}: {plain(summary)}")
     typer.echo(f"trajectories {summary.trajectories} · replay slots {summary.replay_slots} of {summary.slots}")
+    for name, told in (
+        ("trainer", in_words(trainer_time(history), TRAINER_PHASES)),
+        ("searchers", in_words(searcher_time(history), SEARCHER_PHASES)),
+    ):
+        if told:
+            typer.echo(f"time of the {name}: {told}")
     for row in history.searchers:
         typer.echo(
             f"  {row.searcher} {row.incarnation[:8]}: {row.rows} rows, {row.versions} versions (newest "

@@ -155,7 +155,7 @@ def _cells(s: Summary, history: History) -> list[tuple[str, str]]:
         ("trainer idle", "–" if s.trainer_idle_percent is None else f"{s.trainer_idle_percent:.1f} %"),
         ("generated", f"{_text(s.generated_tokens_per_second)} tokens/s"),
         ("trained", f"{_text(s.trained_tokens_per_second)} tokens/s"),
-        ("searchers", f"{s.searchers_alive} alive"),
+        ("searchers", f"{s.searchers_alive} alive{_idle(s.searcher_idle_percent)}"),
         ("version", _text(s.policy_version)),
         ("trajectories", f"{s.trajectories}, replay ratio {_text(s.replay_ratio)}"),
         ("ETA", duration(s.eta_seconds) if s.eta_seconds is not None else "–"),
@@ -164,6 +164,10 @@ def _cells(s: Summary, history: History) -> list[tuple[str, str]]:
 
 def _text(value: float | int | None) -> str:
     return "–" if value is None else figure(value)
+
+
+def _idle(percent: float | None) -> str:
+    return "" if percent is None else f", {percent:.1f} % idle"
 
 
 def _first(value: float | None, other: float | None) -> float | None:

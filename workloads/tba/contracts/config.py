@@ -412,11 +412,31 @@ class SearcherSettings(Contract):
     """S: responses a visit, at least K."""
 
 
+class ColocatedSearcher(Contract):
+    """An engine inside the trainer's pod that generates while the trainer is starved, and at no other time."""
+
+    enabled: Literal["auto"] | bool = "auto"
+    """auto: the controller's choice, which in this release is false."""
+    memory_fraction: float = Field(default=0.4, gt=0, lt=1)
+    """Share of a GPU's memory for the engine, in place of searcher.engine.gpuMemoryUtilization."""
+    free_memory: bool = False
+    """Empty that memory while the trainer trains, where both do not fit: each turn then begins with moving the weights
+    back and computing the cache of responses in flight again."""
+
+
 class TrainerSettings(Contract):
     """How the trainer process works."""
 
     micro_batch_tokens: int = Field(default=16384, ge=1)
-    """Token budget (prompt, response and padding) of one forward pass."""
+    """Token budget of one forward pass: each prompt once and all its responses, no padding. Groups stay whole."""
+    activation_checkpointing: Literal["Auto", "Always", "Never"] = "Auto"
+    """Compute each layer again in the backward pass: a third more work, a fraction of the memory. Auto: on a GPU where
+    the activations of microBatchTokens would not fit into what is free, as measured; never on a CPU."""
+    compile: bool = False
+    """Compile decoder layers and log-probabilities on a GPU: some minutes at start, faster steps. Read at start."""
+    offload_reference: bool = False
+    """Keep the reference in host memory while it does not score: room on a GPU for a copy of the weights each time."""
+    colocated_searcher: ColocatedSearcher = ColocatedSearcher()
 
 
 class ForkFrom(Contract):

@@ -77,6 +77,20 @@ class StepRow(Row):
     buffer_rows: int
     buffer_bytes: int
     published_version: int
+    phase_seconds: dict[str, float] = Field(default_factory=dict)
+    """All the time since the step before, by phase; empty in rows of older versions."""
+    scored_tokens: int = 0
+    """Prompt and response tokens of this step's reference pass."""
+    model_flops: float | None = None
+    """Of this step: reference, forward and backward pass, without recomputation; null: unknown kind of model."""
+    peak_flops: float | None = None
+    """What the trainer's GPUs could do a second; null: unknown."""
+
+    @property
+    def span_seconds(self) -> float:
+        """Since the step before."""
+        waits = self.wait_data_seconds + self.wait_storage_seconds
+        return sum(self.phase_seconds.values()) if self.phase_seconds else self.step_seconds + waits
 
 
 class EvalRow(Row):

@@ -64,21 +64,6 @@ class Container(Contract):
     pod_template: PodTemplate = PodTemplate()
 
 
-class ColocatedSearcher(Contract):
-    """An engine inside the trainer pod that works while the trainer is starved."""
-
-    enabled: Literal["auto"] | bool = "auto"
-    """auto: the controller's choice, which in this release is false."""
-    memory_fraction: float = Field(default=0.4, gt=0, lt=1)
-    """Share of a GPU's memory for the engine."""
-
-    @model_validator(mode="after")
-    def _not_yet(self) -> Self:
-        if self.enabled is True:
-            raise ValueError("enabled must be auto or false in this release, got True: add searcher.replicas instead")
-        return self
-
-
 class Trainer(Container, TrainerSettings):
     """The trainer pod. Immutable unless the job is suspended."""
 
@@ -86,7 +71,6 @@ class Trainer(Container, TrainerSettings):
     """null: 1, or 0 with a CPU engine; this release uses at most one."""
     nodes: int = Field(default=1, ge=1)
     """Trainer pods; this release has one."""
-    colocated_searcher: ColocatedSearcher = ColocatedSearcher()
     termination_grace_period_seconds: int = Field(default=600, ge=0)
     """Time to write a checkpoint and stop."""
 
@@ -225,7 +209,7 @@ class JobSpec(Contract):
         return LiveConfig(
             sync=self.sync,
             storage=self.storage,
-            trainer=TrainerSettings(micro_batch_tokens=self.trainer.micro_batch_tokens),
+            trainer=TrainerSettings(**{name: getattr(self.trainer, name) for name in TrainerSettings.model_fields}),
             searcher=SearcherSettings(engine=self.searcher.engine, samples_per_prompt=self.searcher.samples_per_prompt),
             buffer=self.buffer,
             reward_timeout_seconds=self.task.reward.timeout_seconds,

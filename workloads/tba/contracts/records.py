@@ -130,7 +130,7 @@ class TensorEntry(Contract):
     """safetensors name: BF16, F32, ..."""
     shape: list[int]
     file: str
-    """`FileEntry.name` that holds it."""
+    """`FileEntry.name` that holds it, or its difference from the base."""
     hash: str
     """xxh3_128 of the tensor's bytes after decoding, 32 hex digits."""
 
@@ -161,7 +161,11 @@ class SnapshotManifest(Contract):
     nonce: str
     encoding: Literal["full", "delta"] = "full"
     base: str | None = None
-    """Manifest key of the snapshot a delta applies to."""
+    """Manifest key of the snapshot a delta applies to: its epoch, version and nonce."""
+    base_hash: str | None = None
+    """Digest of the names, types, shapes and hashes of the base's tensors."""
+    depth: int = Field(default=0, ge=0)
+    """Deltas from the anchor to this snapshot, itself included; 0 = full, an anchor."""
     parent: str | None = None
     """Manifest key of the snapshot published before this one."""
     files: list[FileEntry]

@@ -42,8 +42,8 @@ def trajectory_balance(
     expanded group. scale "paper" multiplies by 2/beta: the literal Eq. 5. `center_kl=False` drops l_mean, which moves
     the minimiser off-policy, and needs `allow_biased`.
 
-    Raises: UserError for K < 2, unequal shapes, beta <= 0, negative weights, an empty group, or a non-finite reward
-    at positive weight.
+    Raises: UserError for K < 2, unequal shapes, beta <= 0, and on a CPU for negative weights, an empty group, or a
+    non-finite reward at positive weight.
     """
     _check(policy_logprobs, ref_logprobs, rewards, beta, weights)
     if not center_kl and not allow_biased:
@@ -92,6 +92,8 @@ def _check(
         raise UserError(f"a group needs K >= 2 responses, got K={policy.shape[1]}: raise responsesPerPrompt")
     if not (math.isfinite(beta) and beta > 0):
         raise UserError(f"beta must be a finite number > 0, got {beta}")
+    if policy.is_cuda:  # to look at values would wait for the GPU; the trainer takes them from checked host arrays
+        return
     if weights is not None and not bool(((weights >= 0) & weights.isfinite()).all() & (weights.sum(1) > 0).all()):
         raise UserError("weights must be finite and >= 0 with a positive sum in each group: drop empty groups")
     used = rewards if weights is None else rewards[weights > 0]

@@ -4,7 +4,8 @@ Only `weights/`, `checkpoints/` and, if asked, `shards/` are ever swept. A folde
 
 * its epoch is not later than ours, and it is older than what `latest` names: anything else may be in flight;
 * nothing roots it: `latest`, version 0, a reference, a kept or pinned checkpoint, the newest versions, a live delta;
-* what superseded it has stood for the grace time by the server's clock, and so has its own newest object.
+* what superseded it has stood for the grace time by the server's clock, and so has its own newest object;
+* no delta that stays builds on it.
 
 Fallback follows `parent` and never a listing, so a checkpoint that goes leaves its small manifest behind as long as an
 older kept one is reached through it.
@@ -145,10 +146,25 @@ def _dead_snapshots(view: View, retention: Retention) -> Iterator[_Folder]:
     live = _with_bases(view, {f.manifest for f in folders if f.manifest in roots})
     if live is None:
         return
+    dead: list[_Folder] = []
     for folder in folders:
         superseded = _nth_newer(visible, folder.order, 1 if folder.manifest_time is None else retention.retain_versions)
         if folder.manifest not in live and folder.order < limit and _stands(view, retention, folder, superseded):
-            yield folder
+            dead.append(folder)
+    needed = _bases(view, {f.manifest for f in folders} - {f.manifest for f in dead})
+    yield from (folder for folder in dead if folder.manifest not in needed)
+
+
+def _bases(view: View, staying: set[str]) -> set[str]:
+    """What the deltas among `staying` build on. Somebody may yet read a delta that has its grace time still to run, so
+    its anchor stays as long, however long ago that was superseded."""
+    found: set[str] = set()
+    for key in staying:
+        manifest = view.snapshots.get(key)
+        while manifest is not None and manifest.base is not None and manifest.base not in found:
+            found.add(manifest.base)
+            manifest = view.snapshots.get(manifest.base)
+    return found
 
 
 def _with_bases(view: View, roots: set[str]) -> set[str] | None:

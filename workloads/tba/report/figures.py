@@ -3,24 +3,70 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from tba.report.history import History
+from tba.report.split import (
+    SEARCHER_PHASES,
+    TRAINER_PHASES,
+    Stretch,
+    coarsen,
+    in_words,
+    searcher_stretches,
+    searcher_time,
+    trainer_stretches,
+    trainer_time,
+)
 from tba.report.summary import staleness_histogram, weighted_mean
 from tba.report.svg import BLUE, GREEN, GREY, ORANGE, RED, Figure, draw, smooth, thin
+
+_PHASE_COLORS = {
+    "forward_backward": BLUE,
+    "generate": BLUE,
+    "optimizer": "#8b5cf6",
+    "swap": "#8b5cf6",
+    "reference": GREEN,
+    "collate": "#84cc16",
+    "ingest": "#14b8a6",
+    "stage": "#eab308",
+    "capture": "#a16207",
+    "asleep": "#94a3b8",
+    "wait_data": RED,
+    "wait_weights": RED,
+    "wait_reward": "#eab308",
+    "wait_storage": "#f97316",
+    "wait_idle": "#a16207",
+    "wait_engine": "#a16207",
+    "other": GREY,
+}
+"""Work is cold, copies are earth, waits are warm."""
 
 
 def draw_all(history: History) -> list[Figure]:
     """Every figure of the report, in reading order."""
-    return [draw(name, title, caption, partial(plot, history)) for name, title, caption, plot in _FIGURES]
+    return _draw(history, [figure[0] for figure in _FIGURES])
 
 
 def draw_main(history: History) -> list[Figure]:
     """The few figures of the live page."""
     wanted = ("reward", "evaluation", "staleness", "time")
-    return [draw(n, title, caption, partial(plot, history)) for n, title, caption, plot in _FIGURES if n in wanted]
+    return _draw(history, wanted)
+
+
+def _draw(history: History, wanted: Sequence[str]) -> list[Figure]:
+    words = {
+        "time": in_words(trainer_time(history), TRAINER_PHASES),
+        "searchertime": in_words(searcher_time(history), SEARCHER_PHASES),
+    }
+    return [
+        replace(draw(name, title, caption, partial(plot, history)), text=words.get(name, ""))
+        for name, title, caption, plot in _FIGURES
+        if name in wanted
+    ]
 
 
 def _series(axes: Axes, xs: Sequence[float], ys: Sequence[float], color: str, label: str | None = None) -> None:
@@ -101,30 +147,30 @@ def _throughput(history: History, axes: Axes) -> bool:
     return True
 
 
-def _time(history: History, axes: Axes) -> bool:
-    rows = history.steps
-    if not rows:
+def _shares(stretches: list[Stretch], words: Mapping[str, str], axes: Axes) -> bool:
+    """Stacked shares of time by phase over steps; one level stretch a group of steps."""
+    shown = [s for s in coarsen(stretches) if s.time.total > 0]
+    if not shown:
         return False
-    parts = {
-        "train": [r.train_seconds for r in rows],
-        "reference scoring": [r.score_seconds for r in rows],
-        "wait for data": [r.wait_data_seconds for r in rows],
-        "wait for storage": [r.wait_storage_seconds for r in rows],
-    }
-    walls = [0.0, *(r.wall_seconds for r in rows)]
-    spans = [max(b - a, 0.0) for a, b in zip(walls[:-1], walls[1:], strict=True)]
-    known = [sum(values) for values in zip(*parts.values(), strict=True)]
-    # The first row's span holds start-up; a resumed run's hold restoring.
-    parts["other (start-up, batch, evaluation)"] = [max(s - k, 0.0) for s, k in zip(spans, known, strict=True)]
-    totals = {name: sum(values) for name, values in parts.items()}
-    whole = sum(totals.values()) or 1.0
-    names = list(totals)[::-1]
-    shares = [100 * totals[n] / whole for n in names]
-    colors = [GREY, RED, ORANGE, GREEN, BLUE]
-    bars = axes.barh(names, shares, color=colors)
-    axes.bar_label(bars, [f"{s:.1f} %" for s in shares], padding=3, fontsize=8)
-    axes.set(xlabel="% of wall time", xlim=(0, 115))
+    phases = [name for name in words if any(s.time.seconds.get(name, 0.0) > 0 for s in shown)]
+    edges = [s.first_step for s in shown] + [shown[-1].last_step]
+    shares = [[100 * s.time.seconds.get(name, 0.0) / s.time.total for s in shown] for name in phases]
+    levels = [[*values, values[-1]] for values in shares]
+    colors = [_PHASE_COLORS[name] for name in phases]
+    axes.stackplot(edges, *levels, labels=[words[name] for name in phases], colors=colors, step="post", linewidth=0)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.set(xlabel="step", ylabel="% of time", xlim=(edges[0], edges[-1]), ylim=(0, 100))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
     return True
+
+
+def _trainer_shares(history: History, axes: Axes) -> bool:
+    return _shares(trainer_stretches(history), TRAINER_PHASES, axes)
+
+
+def _searcher_shares(history: History, axes: Axes) -> bool:
+    return _shares(searcher_stretches(history), SEARCHER_PHASES, axes)
 
 
 def _versions(history: History, axes: Axes) -> bool:
@@ -223,7 +269,10 @@ _FIGURES: list[tuple[str, str, str, Callable[[History, Axes], bool]]] = [
      _staleness),
     ("versions", "Versions published and trained", "The band spans the policies in each batch.", _versions),
     ("throughput", "Throughput", "Response tokens generated (ingested) and trained on.", _throughput),
-    ("time", "Where the trainer's time goes", "Shares of wall time. Idle is the two waits together.", _time),
+    ("time", "Where the trainer's time goes", "Shares of all its time. Idle is the two waits together.",
+     _trainer_shares),
+    ("searchertime", "Where the searchers' time goes", "Of all searcher processes together. Idle is all the waits.",
+     _searcher_shares),
     ("lengths", "Response lengths", "Trained should follow generated: no bias to short responses.", _lengths),
     ("replay", "Replay", "How much is trained again, and how many slots take the replay branch.", _replay),
     ("buffer", "Replay buffer", "Rows over time.", _buffer),

@@ -46,6 +46,8 @@ class History:
     publishes: list[PublishRow] = field(default_factory=list)
     searchers: list[SearcherRow] = field(default_factory=list)
     """The newest row of each incarnation, first seen first."""
+    searcher_rows: list[SearcherRow] = field(default_factory=list)
+    """All of them."""
     quarantines: list[QuarantineRow] = field(default_factory=list)
     samples: list[SampleRow] = field(default_factory=list)
     events: list[EventRow] = field(default_factory=list)
@@ -135,7 +137,8 @@ def assemble(
         for r in kept
         if isinstance(r, EvalRow) and r.step <= limits.get(r.policy_epoch, math.inf)
     }
-    searchers = {r.incarnation: r for r in _only(kept, SearcherRow)}
+    searcher_rows = _only(kept, SearcherRow)
+    searchers = {r.incarnation: r for r in searcher_rows}
     lengths = _only(kept, LengthRow)
     return History(
         latest=latest,
@@ -143,6 +146,7 @@ def assemble(
         steps=_only(kept, StepRow),
         evaluations=sorted(evaluations.values(), key=lambda r: r.step),
         publishes=_only(kept, PublishRow),
+        searcher_rows=searcher_rows,
         searchers=sorted(searchers.values(), key=lambda r: (r.first_seen, r.searcher)),
         quarantines=list({r.key: r for r in _only(kept, QuarantineRow)}.values()),
         samples=_only(kept, SampleRow),

@@ -15,6 +15,7 @@ from markupsafe import Markup
 from tba.contracts.history import Progress, SampleRow
 from tba.report.figures import draw_all, draw_main
 from tba.report.history import History, read_history
+from tba.report.split import SEARCHER_PHASES, TRAINER_PHASES, RoleTime, searcher_time, trainer_time
 from tba.report.summary import Summary, summarise
 from tba.report.svg import Figure
 from tba.store.protocol import ObjectStore
@@ -45,6 +46,7 @@ def render_report(history: History, *, now: float, uri: str = "") -> str:
         summary=summarise(history, now),
         facts=_facts(summarise(history, now)),
         figures=[(f, Markup(f.svg) if f.svg else None) for f in draw_all(history)],
+        times=_times(history),
         history=history,
         events=history.events[-_MAX_EVENTS:],
         samples=_choose_samples(history),
@@ -107,6 +109,30 @@ def _choose_samples(history: History) -> list[_Samples]:
     return [_Samples("Best", best), _Samples("Worst", worst), _Samples("Random", chance)]
 
 
+@dataclass(frozen=True, slots=True)
+class _RoleTable:
+    role: str
+    time: RoleTime
+    rows: list[tuple[str, float, float]]
+    """(phase in words, seconds, percent)."""
+
+
+def _times(history: History) -> list[_RoleTable]:
+    roles = (
+        ("Trainer", trainer_time(history), TRAINER_PHASES),
+        ("Searchers", searcher_time(history), SEARCHER_PHASES),
+    )
+    return [
+        _RoleTable(role, time, [(words[n], s, time.percent(n) or 0.0) for n, s in time.seconds.items()])
+        for role, time, words in roles
+        if time.total > 0
+    ]
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f} %"
+
+
 def _facts(s: Summary) -> list[tuple[str, str]]:
     score = number(s.eval_score)
     if s.eval_score is not None:
@@ -117,7 +143,9 @@ def _facts(s: Summary) -> list[tuple[str, str]]:
         ("Reward (last 20 steps)", number(s.reward)),
         ("Held-out score", score),
         ("Staleness mean / max", f"{number(s.staleness_mean)} / {number(s.staleness_max)}"),
-        ("Trainer idle", f"{s.trainer_idle_percent:.1f} %" if s.trainer_idle_percent is not None else "–"),
+        ("Trainer idle", _percent(s.trainer_idle_percent)),
+        ("Searchers idle", _percent(s.searcher_idle_percent)),
+        *_utilisations(s),
         ("Generated tokens / s", number(s.generated_tokens_per_second)),
         ("Trained tokens / s", number(s.trained_tokens_per_second)),
         ("Replay slots", f"{s.replay_slots} of {s.slots}"),
@@ -125,6 +153,12 @@ def _facts(s: Summary) -> list[tuple[str, str]]:
         ("Searchers alive / ever", f"{s.searchers_alive} / {s.searchers}"),
         ("Epoch (take-overs)", number(s.epoch)),
     ]
+
+
+def _utilisations(s: Summary) -> list[tuple[str, str]]:
+    """Only where they are known: a run without GPUs is not told that it lacks them."""
+    found = (("Trainer MFU", s.trainer_mfu), ("Searcher MFU", s.searcher_mfu))
+    return [(name, f"{100 * mfu:.1f} %") for name, mfu in found if mfu is not None]
 
 
 def number(value: float | int | None) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from tba.contracts.history import StepRow
 from tba.contracts.records import RunState
 from tba.report.history import BEGINNINGS, History
+from tba.report.split import searcher_time, trainer_time
 
 RECENT_STEPS = 20
 SEARCHER_ALIVE_SECONDS = 60.0
@@ -39,6 +40,15 @@ class Summary:
     staleness_mean: float | None
     staleness_max: int | None
     trainer_idle_percent: float | None
+    searcher_idle_percent: float | None
+    """Waits for weights, storage and rewards, and having nothing to do, of all searcher processes."""
+    trainer_mfu: float | None
+    """Model FLOPs utilisation of all the time, 0..1; None: no GPU whose peak is known, or an unknown kind of model."""
+    searcher_mfu: float | None
+    trainer_seconds: dict[str, float]
+    """By phase, over the whole run."""
+    searcher_seconds: dict[str, float]
+    """The same of all searcher processes together."""
     generated_tokens_per_second: float | None
     trained_tokens_per_second: float | None
     replay_ratio: float | None
@@ -68,6 +78,7 @@ def summarise(history: History, now: float) -> Summary:
     age = now - history.newest_time if history.newest_time is not None else None
     state, detail = _state(history, age)
     staleness = sum((Counter(r.staleness) for r in recent), Counter[int]())
+    trainer, searchers = trainer_time(history), searcher_time(history)
     step = max(last.step if last else 0, latest.step if latest and not last else 0)
     return Summary(
         run_id=history.run.run_id if history.run else None,
@@ -85,7 +96,12 @@ def summarise(history: History, now: float) -> Summary:
         eval_step=evaluation.step if evaluation else None,
         staleness_mean=weighted_mean(staleness),
         staleness_max=max(staleness, default=None),
-        trainer_idle_percent=_idle_percent(history.steps),
+        trainer_idle_percent=trainer.idle_percent if len(history.steps) > 1 else None,
+        searcher_idle_percent=searchers.idle_percent,
+        trainer_mfu=trainer.mfu,
+        searcher_mfu=searchers.mfu,
+        trainer_seconds=trainer.seconds,
+        searcher_seconds=searchers.seconds,
         generated_tokens_per_second=_rate(recent, "generated_tokens"),
         trained_tokens_per_second=_rate(recent, "trained_tokens"),
         replay_ratio=last.replay_ratio if last else None,
@@ -126,15 +142,6 @@ def _state(history: History, age: float | None) -> tuple[str, str]:
     if newest and newest.event == "waiting" and newest.time > newest_step_time:
         return "WaitingForData", newest.detail
     return ("Training", "") if history.steps else ("Starting", newest.detail if newest else "")
-
-
-def _idle_percent(rows: list[StepRow]) -> float | None:
-    """Share of the time from the first to the last of `rows` that was spent waiting."""
-    if len(rows) < 2:
-        return None
-    waited = sum(r.wait_data_seconds + r.wait_storage_seconds for r in rows[1:])
-    span = max(rows[-1].wall_seconds - rows[0].wall_seconds, waited)
-    return 100 * waited / span if span > 0 else None
 
 
 def _rate(rows: list[StepRow], name: str) -> float | None:

@@ -44,6 +44,8 @@ class Figure:
     title: str
     caption: str
     svg: str | None
+    text: str = ""
+    """What it shows, in words, for who cannot see it."""
 
 
 def thin(xs: Sequence[float], ys: Sequence[float], limit: int = _MAX_POINTS) -> tuple[list[float], list[float]]:
@@ -71,7 +73,7 @@ def draw(name: str, title: str, caption: str, plot: Callable[[Axes], bool]) -> F
             return Figure(name, title, caption, None)
         axes.grid(True, axis="y", color=GREY, alpha=0.25, linewidth=0.5)
         axes.set_axisbelow(True)
-        if axes.get_legend_handles_labels()[0]:
+        if axes.get_legend() is None and axes.get_legend_handles_labels()[0]:
             axes.legend(loc="best")
         buffer = io.StringIO()
         canvas.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})

@@ -11,16 +11,15 @@ engine.step() ─► responses ─► reward pool (processes) ─► settled ─
     └── pauses, visibly, for: weights (none yet), storage (spool full), reward (too many unscored)
 """
 
-import queue
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 from tba import telemetry
 from tba.contracts.config import LiveConfig
 from tba.contracts.errors import CorruptObject
 from tba.contracts.records import Outcome, RunRecord, SnapshotManifest
+from tba.gate import Gate
 from tba.log import (
     DATA_AWAITED,
     POLICY_SWAPPED,
@@ -33,11 +32,13 @@ from tba.log import (
 )
 from tba.prompts import PromptSet, PromptWalk, load_prompt_set
 from tba.protocol.latest import TERMINAL
-from tba.rewards.sandbox import RewardCall, RewardPool, RewardResult
+from tba.rewards.sandbox import RewardPool, RewardResult
 from tba.searcher.engines.engine import Engine, Response
 from tba.searcher.evaluate import Evaluation, LoadPrompts
+from tba.searcher.meter import Meter
+from tba.searcher.rewarding import Rewarding
 from tba.searcher.spool import Spool
-from tba.searcher.stats import SearcherStats
+from tba.searcher.stats import Phase, SearcherStats
 from tba.searcher.sync import Poller
 from tba.searcher.work import EvalWork, Settled, Visit, Work, make_request, request_seed
 from tba.snapshots import Snapshot
@@ -75,6 +76,11 @@ class Surroundings:
     grace_seconds: float
     load_prompts: LoadPrompts = load_prompt_set
     idle_seconds: float = 0.05
+    peak_flops: float | None = None
+    gate: Gate | None = None
+    """Of a searcher that shares its device with the trainer."""
+    free_memory: bool = False
+    """It leaves the device's memory too while it sleeps."""
 
 
 class SearcherLoop:
@@ -83,19 +89,18 @@ class SearcherLoop:
     def __init__(self, around: Surroundings, *, heartbeat: telemetry.Heartbeat | None = None) -> None:
         self._a = around
         self._heartbeat = heartbeat or telemetry.Heartbeat(600.0)
-        self._started = time.monotonic()
+        around.stats.begin()
+        self._meter = Meter(around.stats, around.peak_flops)
+        self._rewarding = Rewarding(around.pool)
         self._next_request = 0
         self._next_visit = 0
         self._slots: dict[int, tuple[Work, int]] = {}  # request id -> its work and number there
-        self._unscored = 0
-        self._scored: queue.SimpleQueue[tuple[Work, int, Response, RewardResult]] = queue.SimpleQueue()
-        self._shared: dict[tuple[int, int, str], Future[RewardResult]] = {}  # equal answers of one work
         self._evaluation: Evaluation | None = None
         self._looked_since = 0.0
         self._policies: set[tuple[int, int]] = set()
         self._said_at = 0.0
-        self._limits: tuple[float, int] | None = None
         self._held: str | None = None
+        self._asleep = False
         self._manifest: SnapshotManifest | None = None
 
     @property
@@ -111,7 +116,7 @@ class SearcherLoop:
                 if self._a.exit_when_done:
                     self._wind_up()
                     return 0
-                self._pause("idle", "the run has ended", seconds=10 * self._a.idle_seconds)
+                self._pause("wait_idle", "the run has ended", seconds=10 * self._a.idle_seconds)
                 continue
             self.turn()
         self._wind_up()
@@ -122,9 +127,11 @@ class SearcherLoop:
         a = self._a
         a.poller.check()
         a.spool.check()
-        self._follow_limits()
+        self._rewarding.follow_limits(a.settings())
         self._settle()
         a.spool.tick()
+        if a.gate is not None and not self._has_turn(a.gate):
+            return
         self._sync()
         obstacle = self._obstacle()
         if obstacle is not None:
@@ -132,13 +139,30 @@ class SearcherLoop:
             return
         self._fill()
         if a.engine.in_flight == 0:  # an evaluation's next block is being looked for
-            self._pause("idle", "nothing to generate", seconds=_LOOK_STEP_SECONDS)
+            self._pause("wait_idle", "nothing to generate", seconds=_LOOK_STEP_SECONDS)
             return
-        started = time.monotonic()
-        responses = a.engine.step()
-        a.stats.generate_seconds += time.monotonic() - started
+        with a.stats.piece("generate"):
+            responses = a.engine.step()
         for response in responses:
             self._receive(response)
+
+    # --- turns ---
+
+    def _has_turn(self, gate: Gate) -> bool:
+        """Whether the engine may work. If not: see that it sleeps, say so, and wait a moment."""
+        if gate.open:
+            if self._asleep:
+                self._asleep = False
+                self._a.engine.wake()
+            gate.awake()
+            return True
+        with self._a.stats.piece("asleep"):
+            if not self._asleep:
+                self._asleep = True
+                self._a.engine.sleep(free_memory=self._a.free_memory)
+            gate.asleep()
+            gate.wait(self._a.idle_seconds)
+        return False
 
     # --- weights ---
 
@@ -152,25 +176,31 @@ class SearcherLoop:
         elif self._may_swap():
             staged = self._a.poller.take()
             if staged is not None:
-                self._load(staged)
+                self._start_or_load(staged)
+
+    def _start_or_load(self, snapshot: Snapshot) -> None:
+        if self._held is None and self._a.gate is not None:
+            self._a.gate.starting()  # an engine takes its time: the trainer need not wait for it
+        self._load(snapshot)
 
     def _may_swap(self) -> bool:
         return self._a.settings().sync.swap == "InFlight" or self._a.engine.in_flight == 0
 
     def _load(self, snapshot: Snapshot) -> bool:
-        started = time.monotonic()
+        stats = self._a.stats
+        before = stats.load_seconds
         try:
-            self._a.engine.load(snapshot)
+            with stats.piece("load"):
+                self._a.engine.load(snapshot)
         except CorruptObject as error:
             log.error(SNAPSHOT_REJECTED, key=snapshot.key, error=str(error))
             return False
-        seconds = time.monotonic() - started
+        seconds = stats.load_seconds - before
+        self._meter.loaded(snapshot)
         self._held, self._manifest = snapshot.key, snapshot.manifest
         policy = snapshot.manifest.policy
         self._policies.add(policy)
-        stats = self._a.stats
         stats.versions_loaded = len(self._policies)
-        stats.load_seconds += seconds
         telemetry.SYNC_SECONDS.labels("apply").observe(seconds)
         bind(policy_version=policy.version)
         log.info(
@@ -246,14 +276,14 @@ class SearcherLoop:
     def _seed(self) -> int:
         return self._a.record.config.objective.seed
 
-    def _obstacle(self) -> tuple[str, str] | None:
+    def _obstacle(self) -> tuple[Phase, str] | None:
         a = self._a
         if self._held is None:
-            return "weights", f"no weights yet: {a.poller.detail}"
+            return "wait_weights", f"no weights yet: {a.poller.detail}"
         if a.spool.full:
-            return "storage", f"{a.spool.pending_shards} shards wait for storage: {a.spool.detail}"
-        if self._unscored > _UNSCORED_PER_CAPACITY * max(a.engine.capacity, 1):
-            return "reward", f"{self._unscored} responses wait for their reward"
+            return "wait_storage", f"{a.spool.pending_shards} shards wait for storage: {a.spool.detail}"
+        if self._rewarding.unscored > _UNSCORED_PER_CAPACITY * max(a.engine.capacity, 1):
+            return "wait_reward", f"{self._rewarding.unscored} responses wait for their reward"
         return None
 
     def _fill(self) -> None:
@@ -277,9 +307,12 @@ class SearcherLoop:
     def _submit(self, work: Work, index: int, *, seed: int, greedy: bool) -> None:
         config = self._a.record.config
         sampling = config.task.sampling
+        prompt = work.prompts.prompt_tokens(work.prompt_id(index)).tolist()
+        if index == 0 or work.prompt_id(index) != work.prompt_id(index - 1):
+            self._meter.prompt(len(prompt))
         request = make_request(
             self._next_request,
-            work.prompts.prompt_tokens(work.prompt_id(index)).tolist(),
+            prompt,
             max_tokens=sampling.max_tokens,
             max_model_len=config.model.max_model_len,
             temperature=sampling.temperature,
@@ -296,6 +329,7 @@ class SearcherLoop:
         self._a.stats.generated_rows += 1
         self._a.stats.generated_tokens += len(response.tokens)
         telemetry.GENERATED_TOKENS.inc(len(response.tokens))
+        self._meter.response(len(work.prompts.prompt_tokens(work.prompt_id(index))), len(response.tokens))
         if isinstance(work, Visit):
             work.created_at = time.time()
         if response.error is not None:
@@ -304,30 +338,13 @@ class SearcherLoop:
         elif response.reward is not None:
             self._apply(work, index, response, RewardResult(Outcome.SCORED, response.reward))
         else:
-            self._score(work, index, response)
+            self._rewarding.submit(work, index, response, self._a.engine.decode(response.tokens))
 
     # --- rewards ---
 
-    def _score(self, work: Work, index: int, response: Response) -> None:
-        prompt = work.prompt_id(index)
-        text = self._a.engine.decode(response.tokens)
-        # A reward depends on prompt, text and answer alone: equal responses of a visit are scored once.
-        key = (id(work), prompt, text)
-        future = self._shared.get(key)
-        if future is None:
-            future = self._a.pool.submit(RewardCall(work.prompts.texts[prompt], text, work.prompts.answers[prompt]))
-            self._shared[key] = future
-        self._unscored += 1
-        future.add_done_callback(lambda f: self._scored.put((work, index, response, f.result())))
-
     def _settle(self) -> None:
-        while True:
-            try:
-                work, index, response, result = self._scored.get_nowait()
-            except queue.Empty:
-                return
-            self._unscored -= 1
-            self._apply(work, index, response, result)
+        for scored in self._rewarding.settled():
+            self._apply(*scored)
 
     def _apply(self, work: Work, index: int, response: Response, result: RewardResult) -> None:
         stats = self._a.stats
@@ -343,23 +360,15 @@ class SearcherLoop:
             self._complete(work)
 
     def _complete(self, work: Work) -> None:
-        self._shared = {k: f for k, f in self._shared.items() if k[0] != id(work)}
+        self._rewarding.forget(work)
         if isinstance(work, Visit):
             self._a.stats.visits += 1
-            self._a.stats.up_seconds = time.monotonic() - self._started
+            self._a.stats.mark()
             self._a.spool.add(work.trajectories())
         elif isinstance(work, EvalWork):
             self._a.stats.eval_rows += work.size
             if self._evaluation is not None:
                 self._evaluation.finish(work)
-
-    def _follow_limits(self) -> None:
-        live = self._a.settings()
-        limits = (live.reward_timeout_seconds, live.reward_memory_bytes)
-        if limits != self._limits:
-            if self._limits is not None:
-                self._a.pool.set_limits(*limits)
-            self._limits = limits
 
     # --- waiting and ending ---
 
@@ -375,13 +384,14 @@ class SearcherLoop:
         self._a.poller.check()
         return True
 
-    def _pause(self, what: str, detail: str, seconds: float | None = None) -> None:
+    def _pause(self, what: Phase, detail: str, seconds: float | None = None) -> None:
         now = time.monotonic()
-        if now - self._said_at >= _SAY_SECONDS and what in ("weights", "storage"):
+        if now - self._said_at >= _SAY_SECONDS and what in ("wait_weights", "wait_storage"):
             self._said_at = now
-            log.info(WEIGHTS_AWAITED if what == "weights" else DATA_AWAITED, awaited=what, detail=detail)
-        self._a.stopped.wait(self._a.idle_seconds if seconds is None else seconds)
-        self._a.stats.waited(what, time.monotonic() - now)
+            event = WEIGHTS_AWAITED if what == "wait_weights" else DATA_AWAITED
+            log.info(event, awaited=what.removeprefix("wait_"), detail=detail)
+        with self._a.stats.piece(what):
+            self._a.stopped.wait(self._a.idle_seconds if seconds is None else seconds)
 
     def _wind_up(self) -> None:
         """Rewards under way are awaited for a moment, finished visits uploaded within the grace period."""
@@ -390,7 +400,7 @@ class SearcherLoop:
         self._slots.clear()
         with self._heartbeat.allow("uploading what is finished", self._a.grace_seconds + 60.0):
             settle_until = time.monotonic() + min(_SETTLE_SECONDS, self._a.grace_seconds / 2)
-            while self._unscored and time.monotonic() < settle_until:
+            while self._rewarding.unscored and time.monotonic() < settle_until:
                 self._settle()
                 time.sleep(0.01)
             self._a.spool.flush()

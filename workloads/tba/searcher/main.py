@@ -6,13 +6,17 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from tba import telemetry
-from tba.contracts.config import LiveConfig, Storage
+from tba import telemetry, trace
+from tba.contracts.config import ColocatedSearcher, Engine, LiveConfig, Model, Storage
 from tba.contracts.errors import UserError
 from tba.contracts.keys import RUN, is_searcher_name, new_nonce
 from tba.contracts.records import RunRecord, ShardHeader
 from tba.contracts.runfile import RunFile, read_run_file
+from tba.flops import peak_flops
+from tba.gate import Gate, die_with_trainer
+from tba.gpus import gpu_model
 from tba.live import LiveSettings
 from tba.log import DATA_AWAITED, PROCESS_STARTED, SIGNAL_RECEIVED, bind, configure, log
 from tba.prompts import PromptWalk, load_prompt_set
@@ -35,6 +39,8 @@ DEFAULT_GRACE_SECONDS = 45.0
 STEP_BUDGET_SECONDS = 600.0
 """Liveness: loading a model or one step may take so long."""
 _RUN_POLL_SECONDS = 1.0
+_LEAVE_SECONDS = 5.0
+"""Beyond the grace, until a colocated searcher without its trainer kills itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,8 @@ class SearcherOptions:
     exit_when_done: bool = False
     threads: int | None = None
     grace_seconds: float = DEFAULT_GRACE_SECONDS
+    gate_fd: int | None = None
+    """Socket to the trainer whose device it shares (tba.gate); null: it shares none."""
 
 
 def run_searcher(options: SearcherOptions) -> int:
@@ -69,6 +77,8 @@ def run_searcher(options: SearcherOptions) -> int:
         _limit_threads(options.threads)
     with ExitStack() as stack:
         stopped = stack.enter_context(stop_signals())
+        gate = _gate(options, stopped)
+        stack.enter_context(trace.recording("searcher", options.name))
         heartbeat = telemetry.Heartbeat(STEP_BUDGET_SECONDS)
         ready: list[Callable[[], tuple[bool, str]]] = [lambda: (False, "starting")]
         if options.port is not None:  # before anything that may take long: probes begin with the process
@@ -85,7 +95,7 @@ def run_searcher(options: SearcherOptions) -> int:
         known.append(record)
         if options.config_dir is None:
             live = LiveSettings(None, _as_recorded(record, options.storage))
-        loop = _assemble(options, run_file, record, live, store, stopped, heartbeat, stack)
+        loop = _assemble(options, run_file, record, live, store, stopped, heartbeat, stack, gate)
         ready[0] = lambda: loop.ready
         code = loop.run()
         if stopped.is_set():
@@ -122,14 +132,17 @@ def _assemble(
     stopped: StopFlag,
     heartbeat: telemetry.Heartbeat,
     stack: ExitStack,
+    gate: Gate | None,
 ) -> SearcherLoop:
     incarnation = new_nonce()
+    sharing = live().trainer.colocated_searcher
+    settings = live().searcher.engine if gate is None else share(live().searcher.engine, sharing)
     log.info(
         PROCESS_STARTED,
         pid=os.getpid(),
         run_id=record.run_id,
         incarnation=incarnation,
-        engine=live().searcher.engine.type,
+        engine=settings.type,
     )
     with heartbeat.allow("starting reward processes", STEP_BUDGET_SECONDS):
         base_dir = Path(run_file.base_dir) if run_file and run_file.base_dir else None
@@ -143,14 +156,14 @@ def _assemble(
         )
         stack.callback(pool.close)
         prompts = load_prompt_set(store, record.train_prompts)
-        engine = build(live().searcher.engine, model=record.config.model)
+        engine = build(settings, model=record.config.model)
     stack.callback(engine.close)
     stats = SearcherStats()
     poller = Poller(
         store,
         run_id=record.run_id,
         interval_seconds=lambda: live().sync.poll_interval_seconds,
-        fetch=_fetch(needs_weights=engine.needs_weights),
+        fetch=_fetch(needs_weights=engine.needs_weights, expects_deltas=lambda: live().sync.delta.enabled),
     )
 
     def header(seq: int) -> ShardHeader:
@@ -193,9 +206,27 @@ def _assemble(
             stopped=stopped,
             exit_when_done=options.exit_when_done,
             grace_seconds=options.grace_seconds,
+            peak_flops=_peak_flops(settings, record.config.model),
+            gate=gate,
+            free_memory=sharing.free_memory,
         ),
         heartbeat=heartbeat,
     )
+
+
+def _gate(options: SearcherOptions, stopped: StopFlag) -> Gate | None:
+    if options.gate_fd is None:
+        return None
+    leave = die_with_trainer(stopped.set, grace_seconds=options.grace_seconds + _LEAVE_SECONDS)
+    return Gate(options.gate_fd, on_closed=leave)
+
+
+def share(engine: Engine, sharing: ColocatedSearcher) -> Engine:
+    """The settings of an engine on the trainer's own GPU."""
+    changes: dict[str, Any] = {"tensor_parallel_size": 1, "gpu_memory_utilization": sharing.memory_fraction}
+    if sharing.free_memory and engine.type == "vllm":
+        changes["extra_args"] = {**engine.extra_args, "enable_sleep_mode": True}
+    return engine.model_copy(update=changes)
 
 
 def _defaults(uri: str) -> LiveConfig:
@@ -214,14 +245,23 @@ def _as_recorded(record: RunRecord, uri: str) -> LiveConfig:
     return record.live.model_copy(update={"storage": Storage(uri=uri), "searcher": searcher})
 
 
-def _fetch(*, needs_weights: bool) -> Fetch:
+def _fetch(*, needs_weights: bool, expects_deltas: Callable[[], bool]) -> Fetch:
     if needs_weights:
-        from tba.snapshots import fetch_snapshot
+        from tba.snapshots import SnapshotFetcher
+        from tba.snapshots.hostcache import HostCache
 
-        return fetch_snapshot
+        return SnapshotFetcher(remember=expects_deltas, cache=HostCache.from_environment())
     from tba.snapshots import Snapshot, fetch_manifest
 
     return lambda store, key: Snapshot(key, fetch_manifest(store, key), {}, {})
+
+
+def _peak_flops(engine: Engine, model: Model) -> float | None:
+    """Of the GPUs that the engine uses: one, or with vLLM as many as it is told to."""
+    if engine.type == "fake":
+        return None
+    num_gpus = engine.tensor_parallel_size if engine.type == "vllm" else 1
+    return peak_flops(gpu_model(), model.dtype, num_gpus)
 
 
 def _remove_empty(spool_dir: Path) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tba import trace
 from tba.contracts.errors import CorruptObject, StoreUnavailable
 from tba.contracts.keys import ShardKey
 from tba.contracts.records import ShardHeader, Trajectory
@@ -176,7 +177,8 @@ class Spool:
             shard.path = shard.path.rename(shard.path.with_name(shard.key.path.replace("/", "+")))
         failpoint("upload.before_put")
         try:
-            self._store.put_once(shard.key.path, shard.path.read_bytes())
+            with trace.span("upload", rows=shard.rows):
+                self._store.put_once(shard.key.path, shard.path.read_bytes())
         except AlreadyExists as error:
             self._refuse(shard, error)
         else:

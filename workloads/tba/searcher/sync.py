@@ -4,7 +4,8 @@
                                           └► evaluation wanted?               ─► the same, kept apart
 
 Which weights are newer is never decided here: whatever `latest` names is wanted if it is not the one held.
-A snapshot that is missing or corrupt is tried again later; the weights in use go on serving.
+A snapshot that is missing or corrupt is tried again later; the weights in use go on serving. A searcher without any may
+get older ones of the same chain of deltas, under their own name, and goes on asking for the wanted ones.
 Whoever made another run under the same prefix gets nothing more from here: `RunReplaced` ends the process.
 """
 
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from tba import telemetry
+from tba import telemetry, trace
 from tba.contracts.errors import CorruptObject, StoreUnavailable
 from tba.contracts.keys import LATEST, RUN
 from tba.contracts.records import Latest, RunRecord
@@ -218,11 +219,15 @@ class Poller:
     def _fetch_guarded(self, key: str) -> None:
         started = time.perf_counter()
         try:
-            snapshot = self._fetch(self._store, key)
+            with trace.span("fetch"):
+                snapshot = self._fetch(self._store, key)
         except (CorruptObject, NotFound, AccessDenied) as error:  # denied: so S3 answers for one that was swept
             self._put_off(key, error)
             return
-        self._retries.pop(key, None)
+        if snapshot.key == key:
+            self._retries.pop(key, None)
+        else:
+            self._put_off(key, CorruptObject(f"a delta of its chain cannot be read; {snapshot.key} can"))
         telemetry.SYNC_SECONDS.labels("fetch").observe(time.perf_counter() - started)
         with self._lock:
             if self._latest is not None and key == self._latest.manifest:

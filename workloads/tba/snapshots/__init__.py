@@ -1,4 +1,4 @@
-"""Snapshots: published weights, written and read as safetensors without a temporary file (system.md §4).
+"""Snapshots: published weights, full or as deltas, written and read without a temporary file (system.md §4).
 
 Names are imported on first use: manifests are readable (`tba status`, `tba inspect`) without importing torch.
 """
@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tba.snapshots.fetch import Snapshot, fetch_assets, fetch_snapshot
+    from tba.snapshots.fetcher import SnapshotFetcher
     from tba.snapshots.manifest import fetch_manifest
     from tba.snapshots.publish import publish_snapshot
 
-__all__ = ["Snapshot", "fetch_assets", "fetch_manifest", "fetch_snapshot", "publish_snapshot"]
+__all__ = ["Snapshot", "SnapshotFetcher", "fetch_assets", "fetch_manifest", "fetch_snapshot", "publish_snapshot"]
 
 _HOMES = {
     "Snapshot": "tba.snapshots.fetch",
+    "SnapshotFetcher": "tba.snapshots.fetcher",
     "fetch_assets": "tba.snapshots.fetch",
     "fetch_manifest": "tba.snapshots.manifest",
     "fetch_snapshot": "tba.snapshots.fetch",

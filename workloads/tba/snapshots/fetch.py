@@ -1,21 +1,25 @@
-"""Fetches weights: every file into one buffer, every byte verified, tensors as views of it.
+"""Fetches weights: every byte verified, tensors as views of one buffer, deltas resolved.
 
-manifest ─► sizes ─► one buffer (pinned if there is a GPU) ─► ranged reads ─► file hashes ─► tensor hashes ─► views
+manifest ─► chain ─► anchor's files ─► one buffer (pinned if there is a GPU) ─► file and tensor hashes ─► views
+                └──► deltas, oldest first, read one ahead ─► applied in place (rebuild.py) ─► tensor hashes
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tba.contracts.errors import CorruptObject, UserError
+from tba.contracts.errors import CorruptObject
 from tba.contracts.keys import WeightsKey
 from tba.contracts.records import FileEntry, SnapshotManifest, TensorEntry
 from tba.hashing import xxh3_128
 from tba.snapshots.files import check_size, get_file, read_verified
-from tba.snapshots.layout import TensorSpan, parse, read_header
-from tba.snapshots.manifest import fetch_manifest
+from tba.snapshots.hostcache import HostCache
+from tba.snapshots.layout import DTYPES, TensorSpan, parse, read_header
+from tba.snapshots.manifest import Link, read_chain
 from tba.snapshots.publish import ASSETS
+from tba.snapshots.rebuild import advance
 from tba.store.protocol import ObjectStore
 
 _ALIGNMENT = 64  # bytes, of each file in the buffer: its tensors stay aligned
@@ -23,55 +27,105 @@ _ALIGNMENT = 64  # bytes, of each file in the buffer: its tensors stay aligned
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """Verified weights in host memory."""
+    """Verified weights in host memory. Nobody writes into them: others may hold views of the same bytes."""
 
     key: str  # of the manifest
     manifest: SnapshotManifest
     tensors: dict[str, Tensor]  # views of one buffer; pinned if CUDA is available
-    assets: dict[str, bytes]  # config.json, tokenizer files; empty unless the snapshot carries them
+    assets: dict[str, bytes]  # config.json, tokenizer files; of a delta its anchor's
 
 
 def fetch_snapshot(store: ObjectStore, manifest_key: str) -> Snapshot:
-    """Read and verify a snapshot.
+    """Read and verify a snapshot; of a delta the anchor and every delta up to it.
 
     Raises: NotFound if an object is missing (swept, or never published); CorruptObject if any byte, shape or dtype is
-    not as the manifest says; UserError for an encoding that this version cannot read; StoreUnavailable.
+    not as the manifest says; StoreUnavailable.
     """
-    manifest = fetch_manifest(store, manifest_key)
-    if manifest.encoding != "full":
-        raise UserError(
-            f"snapshot {manifest_key} has encoding {manifest.encoding!r}, this version reads 'full' only: "
-            "use the same release for trainer and searchers, or set sync.delta.enabled: false"
-        )
-    prefix = WeightsKey.parse(manifest_key).prefix
-    tensors: dict[str, Tensor] = {}
-    for entry, view in zip(manifest.files, _allocate(store, prefix, manifest.files), strict=True):
-        read_verified(store, prefix, entry, view)
-        _verify(manifest_key, manifest, entry.name, view)
-        tensors |= parse(view)
-    return Snapshot(manifest_key, manifest, tensors, _assets(store, manifest_key, manifest))
+    return fetch_chain(store, read_chain(store, manifest_key))
+
+
+def fetch_chain(
+    store: ObjectStore, chain: list[Link], *, accept_older: bool = False, cache: HostCache | None = None
+) -> Snapshot:
+    """Read an anchor and the deltas on it. Raises: as `fetch_snapshot`.
+
+    `accept_older`: if a delta cannot be read, be content with the snapshot before it.
+    """
+    anchor, deltas = chain[0], chain[1:]
+    snapshot = _fetch_full(store, anchor, cache)
+    if not deltas:
+        return snapshot
+    reached = advance(store, snapshot.tensors, None, deltas, accept_older=accept_older, cache=cache) or anchor
+    return Snapshot(reached.key, reached.manifest, snapshot.tensors, snapshot.assets)
+
+
+def advance_snapshot(
+    store: ObjectStore, held: Snapshot, deltas: list[Link], *, cache: HostCache | None = None
+) -> Snapshot:
+    """Apply deltas that build on `held`, into a new buffer. Raises: as `fetch_snapshot`."""
+    reached = deltas[-1]
+    tensors = _allocate_tensors(reached.manifest)
+    advance(store, tensors, held.tensors, deltas, cache=cache)
+    return Snapshot(reached.key, reached.manifest, tensors, held.assets)
+
+
+def tensor_size(entry: TensorEntry) -> int:
+    """Bytes of a tensor after decoding. Raises: KeyError for a dtype that `DTYPES` lacks."""
+    return math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
 
 
 def fetch_assets(store: ObjectStore, manifest_key: str) -> dict[str, bytes]:
     """Only the assets of a snapshot, without its weights. Raises: as `fetch_snapshot`."""
-    return _assets(store, manifest_key, fetch_manifest(store, manifest_key))
+    return _assets(store, read_chain(store, manifest_key)[0])
 
 
-def _assets(store: ObjectStore, manifest_key: str, manifest: SnapshotManifest) -> dict[str, bytes]:
-    prefix = WeightsKey.parse(manifest_key).prefix
-    return {e.name.removeprefix(ASSETS): bytes(get_file(store, prefix, e)) for e in manifest.assets}
+def _fetch_full(store: ObjectStore, link: Link, cache: HostCache | None) -> Snapshot:
+    prefix = WeightsKey.parse(link.key).prefix
+    tensors: dict[str, Tensor] = {}
+    for entry, view in zip(link.manifest.files, _allocate(store, prefix, link.manifest.files), strict=True):
+        read_verified(store, prefix, entry, view, cache)
+        _verify(link.key, link.manifest, entry.name, view)
+        tensors |= parse(view)
+    return Snapshot(link.key, link.manifest, tensors, _assets(store, link))
+
+
+def _assets(store: ObjectStore, link: Link) -> dict[str, bytes]:
+    prefix = WeightsKey.parse(link.key).prefix
+    return {e.name.removeprefix(ASSETS): bytes(get_file(store, prefix, e)) for e in link.manifest.assets}
 
 
 def _allocate(store: ObjectStore, prefix: str, files: list[FileEntry]) -> list[memoryview]:
     """One view a file, all of one buffer."""
     for entry in files:
         check_size(store, prefix, entry)
+    return _slices([entry.size for entry in files])
+
+
+def _allocate_tensors(manifest: SnapshotManifest) -> dict[str, Tensor]:
+    """Tensors of undefined content in the manifest's shapes, all of one buffer.
+
+    A fresh one each time: whoever holds views of an older buffer keeps them. Pinned blocks come from torch's cache,
+    which gives a block out again once nobody holds it and no copy from it is under way.
+    """
+    views = _slices([tensor_size(entry) for entry in manifest.tensors])
+    return {t.name: _shaped(t, view) for t, view in zip(manifest.tensors, views, strict=True)}
+
+
+def _shaped(entry: TensorEntry, view: memoryview) -> Tensor:
+    dtype = DTYPES[entry.dtype]
+    if not len(view):  # frombuffer refuses empty views
+        return torch.empty(entry.shape, dtype=dtype)
+    return torch.frombuffer(view, dtype=dtype).view(entry.shape)
+
+
+def _slices(sizes: list[int]) -> list[memoryview]:
+    """Aligned views of one new buffer."""
     starts = [0]
-    for entry in files:
-        starts.append(starts[-1] + -(-entry.size // _ALIGNMENT) * _ALIGNMENT)
+    for size in sizes:
+        starts.append(starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
     buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=torch.cuda.is_available())
     whole = buffer.numpy().data
-    return [whole[start : start + entry.size] for start, entry in zip(starts, files, strict=False)]
+    return [whole[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 
 def _verify(manifest_key: str, manifest: SnapshotManifest, file: str, view: memoryview) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from tba.contracts.errors import CorruptObject
 from tba.contracts.records import FileEntry
 from tba.hashing import xxh3_128
+from tba.snapshots.hostcache import HostCache
 from tba.store.protocol import ObjectStore, Readable, flat_view
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]*(/[A-Za-z0-9_][A-Za-z0-9._+-]*)*")
@@ -26,11 +27,11 @@ def put_files(store: ObjectStore, prefix: str, files: Mapping[str, Readable]) ->
     return entries
 
 
-def get_file(store: ObjectStore, prefix: str, entry: FileEntry) -> bytearray:
+def get_file(store: ObjectStore, prefix: str, entry: FileEntry, cache: HostCache | None = None) -> bytearray:
     """Read a whole object into a buffer of its own. Raises: NotFound; CorruptObject; StoreUnavailable."""
     check_size(store, prefix, entry)
     data = bytearray(entry.size)
-    read_verified(store, prefix, entry, memoryview(data))
+    read_verified(store, prefix, entry, memoryview(data), cache)
     return data
 
 
@@ -46,8 +47,13 @@ def check_size(store: ObjectStore, prefix: str, entry: FileEntry) -> None:
         raise CorruptObject(f"{prefix}{entry.name}: object has {size} bytes, manifest says {entry.size}: torn")
 
 
-def read_verified(store: ObjectStore, prefix: str, entry: FileEntry, target: memoryview) -> None:
+def read_verified(
+    store: ObjectStore, prefix: str, entry: FileEntry, target: memoryview, cache: HostCache | None = None
+) -> None:
     """Fill `target` (of `entry.size` bytes) with the object and compare its hash. Raises: NotFound; CorruptObject."""
+    if cache is not None:
+        cache.read(entry, target, lambda: read_verified(store, prefix, entry, target))
+        return
     if entry.size:
         store.read_into(prefix + entry.name, target)
     got = xxh3_128(target)

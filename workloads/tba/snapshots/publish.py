@@ -1,9 +1,11 @@
 """Publishes weights: data objects, then the manifest. Nothing is visible until `latest` names the manifest.
 
-tensors ─► files of ≤ max_file_bytes, whole tensors each ─► put_once ─► assets ─► manifest.json
+tensors or delta ─► files of ≤ max_file_bytes, whole tensors each ─► put_once, two at a time ─► assets ─► manifest.json
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -11,12 +13,24 @@ from tba.contracts.keys import WeightsKey
 from tba.contracts.records import EvalRequest, FileEntry, SnapshotManifest, TensorEntry
 from tba.failpoints import failpoint
 from tba.hashing import xxh3_128
+from tba.snapshots.beside import Beside
+from tba.snapshots.encode import EncodedDelta
 from tba.snapshots.files import put_files
 from tba.snapshots.layout import read_header, serialise
 from tba.store.protocol import ObjectStore
 
 ASSETS = "assets/"
 MAX_FILE_BYTES = 4 * 2**30
+_UPLOADS = 2
+"""Files in flight, each in parts of its own: one is made while another travels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Data objects of a snapshot and the tensors in them: all of it, or what one process holds of it."""
+
+    files: list[FileEntry]
+    tensors: list[TensorEntry]
 
 
 def publish_snapshot(
@@ -31,16 +45,10 @@ def publish_snapshot(
 ) -> SnapshotManifest:
     """Write a full snapshot under `key` and return its manifest; `latest` is left to the caller's commit.
 
-    At most one file's bytes are held beside the tensors. `parent` is the manifest key of the snapshot before.
+    At most two files' bytes are held beside the tensors. `parent` is the manifest key of the snapshot before.
     Raises: ValueError for tensors of an unknown dtype; AlreadyExists if `key` was used; StoreUnavailable.
     """
-    files: list[FileEntry] = []
-    entries: list[TensorEntry] = []
-    for number, names in enumerate(split_files(tensors, max_file_bytes)):
-        buffer = serialise({name: tensors[name] for name in names})
-        name = f"model-{number:05d}.safetensors"
-        entries += _tensor_entries(buffer, name)
-        files += put_files(store, key.prefix, {name: buffer})
+    part = put_tensors(store, key, tensors, stem="model", max_file_bytes=max_file_bytes)
     asset_entries = put_files(store, key.prefix, {ASSETS + name: data for name, data in sorted(assets.items())})
     failpoint("snapshot.after_data")
     manifest = SnapshotManifest(
@@ -48,14 +56,67 @@ def publish_snapshot(
         version=key.version,
         nonce=key.nonce,
         parent=parent,
-        files=files,
-        tensors=entries,
+        files=part.files,
+        tensors=part.tensors,
         assets=asset_entries,
         evaluation=evaluation,
     )
-    failpoint("snapshot.before_manifest")
-    store.put_once(key.path, manifest.to_json())
-    return manifest
+    return _put_manifest(store, key, manifest)
+
+
+def publish_delta(
+    store: ObjectStore,
+    key: WeightsKey,
+    delta: EncodedDelta,
+    *,
+    parent: str | None,
+    evaluation: EvalRequest | None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> SnapshotManifest:
+    """Write a delta under `key` and return its manifest. It has no assets: those of its anchor are its own.
+
+    Raises: AlreadyExists if `key` was used; StoreUnavailable.
+    """
+    part = put_tensors(store, key, delta.blobs, stem="delta", max_file_bytes=max_file_bytes)
+    files = {t.name: t.file for t in part.tensors}
+    failpoint("snapshot.after_data")
+    manifest = SnapshotManifest(
+        epoch=key.epoch,
+        version=key.version,
+        nonce=key.nonce,
+        encoding="delta",
+        base=delta.base,
+        base_hash=delta.base_hash,
+        depth=delta.depth,
+        parent=parent,
+        files=part.files,
+        tensors=[t.model_copy(update={"file": files[t.name]}) for t in delta.tensors],
+        evaluation=evaluation,
+    )
+    return _put_manifest(store, key, manifest)
+
+
+def put_tensors(
+    store: ObjectStore, key: WeightsKey, tensors: Mapping[str, Tensor], *, stem: str, max_file_bytes: int
+) -> Part:
+    """Write tensors as `{stem}-{number}.safetensors` below `key`. Several processes need different stems.
+
+    Raises: ValueError; AlreadyExists; StoreUnavailable: of the first file that failed, once no upload is under way.
+    """
+    entries: list[TensorEntry] = []
+    uploads: list[Beside[list[FileEntry]]] = []
+    try:
+        for number, names in enumerate(split_files(tensors, max_file_bytes)):
+            if number >= _UPLOADS:
+                uploads[number - _UPLOADS].result()
+            name = f"{stem}-{number:05d}.safetensors"
+            buffer = serialise({n: tensors[n] for n in names})
+            entries += _tensor_entries(buffer, name)
+            uploads.append(Beside("snapshot-put", partial(put_files, store, key.prefix, {name: buffer})))
+    finally:
+        for upload in uploads:
+            upload.wait()
+    return Part([entry for upload in uploads for entry in upload.result()], entries)
 
 
 def split_files(tensors: Mapping[str, Tensor], max_file_bytes: int) -> list[list[str]]:
@@ -69,6 +130,12 @@ def split_files(tensors: Mapping[str, Tensor], max_file_bytes: int) -> list[list
         files[-1].append(name)
         size += tensors[name].nbytes
     return files
+
+
+def _put_manifest(store: ObjectStore, key: WeightsKey, manifest: SnapshotManifest) -> SnapshotManifest:
+    failpoint("snapshot.before_manifest")
+    store.put_once(key.path, manifest.to_json())
+    return manifest
 
 
 def _tensor_entries(buffer: bytearray, file: str) -> list[TensorEntry]:

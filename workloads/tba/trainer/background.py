@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tba import trace
 from tba.trainer.outage import PASSING, Outage
 
 
@@ -70,7 +71,8 @@ class Background:
         """Training goes on from the buffer while storage is down; the task is tried again until it is given up."""
         while True:
             try:
-                task()
+                with trace.span(self._name):
+                    task()
                 return
             except PASSING as error:
                 waited = self.outage.failed(error)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tba import trace
 from tba.contracts.errors import CorruptObject
 from tba.contracts.keys import ShardKey
 from tba.contracts.records import ShardId
@@ -190,7 +191,8 @@ class Ingestor:
 
     def _poll_guarded(self, readers: Executor) -> None:
         try:
-            self._poll(readers)
+            with trace.span("poll"):
+                self._poll(readers)
             self.outage.ended()
         except PASSING as error:
             self.outage.failed(error)

@@ -2,14 +2,13 @@
 
 ```
 ShardBatch ─► ingest ─► ReplayBuffer ─► Sampler.sample ─► (P, K) plan
-                                                             │ reference log-probs, cached per row
-              Optimizer ◄─ gradients ◄─ objective ◄─ policy log-probs, micro-batches of whole groups
+                                                             │ micro-batches of whole groups (collate)
+              Optimizer.apply ◄──────── BatchGradient: reference log-probs, forward, objective, backward
 ```
 The same object serves a live run, a resumed one and an offline replay; that is why their weights can be compared.
 P prompts (groups) a batch, K responses a group.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,18 +23,19 @@ from tba.contracts.keys import ShardKey
 from tba.contracts.records import Lineage, PolicyId, ShardId
 from tba.objectives import lookup
 from tba.objectives.schedules import beta_at
-from tba.objectives.trajectory_balance import Loss, ratio_weights
 from tba.protocol.bookkeeping import Bookkeeping
 from tba.protocol.lineage import effective_version
-from tba.scoring import Rows, pad_rows
+from tba.scoring import Rows
 from tba.shards import ShardBatch
-from tba.trainer.batch import MicroBatch, split_groups, split_rows
 from tba.trainer.buffer import AddReport, Fetch, NewRows, ReplayBuffer
 from tba.trainer.checkpoint import TrainerState
+from tba.trainer.collate import Collator
 from tba.trainer.counters import Counters
+from tba.trainer.gradient import BatchGradient
 from tba.trainer.model import Policy
 from tba.trainer.optim import Optimizer, Update
 from tba.trainer.sampling import BatchPlan, Sampler, SamplingSettings, Waiting
+from tba.trainer.stopwatch import Stopwatch
 
 _SAME_REWARD = 1e-6
 """Rewards that differ by less are equal."""
@@ -54,9 +54,15 @@ class StepResult:
     log_z: np.ndarray  # (P,)
     update: Update
     trained_tokens: int
-    score_seconds: float
-    train_seconds: float
+    """Computed forward and backward; a prompt counts once for all rows that shared it, the last token of a row never.
+    """
+    scored_tokens: int
+    """The same of the reference's forward pass: rows whose log-probability was not cached."""
+    phase_seconds: dict[str, float]
+    """collate, reference, forward_backward, optimizer; on a GPU of its own time line (see `stopwatch`)."""
     reference_changed: bool
+    row_tokens: int = 0
+    """Prompt and response of each distinct row: what rows that share nothing would have cost without padding."""
 
 
 class Learner:
@@ -78,6 +84,7 @@ class Learner:
         self.buffer.set_reference(_reference_key(policy.reference_policy))
         self.sampler = Sampler(config.objective.seed)
         self._objective = lookup(config.objective.type)
+        self._collator = Collator(self.buffer, policy)
 
     # -- rows in
 
@@ -102,36 +109,51 @@ class Learner:
         return state.reason if isinstance(state, Waiting) else None
 
     def train_step(self, live: LiveConfig, epoch: int) -> StepResult:
-        """Sample a batch, score it and take optimizer step `self.step + 1`."""
-        budget = live.trainer.micro_batch_tokens
+        """Sample a batch, score it and take optimizer step `self.step + 1`.
+
+        Raises: FloatingPointError if the gradient is not finite; nothing has changed then.
+        """
+        self.policy.configure(live.trainer)
         plan = self.sampler.sample(self.buffer, self.step, self._settings(live))
-        started = time.perf_counter()
-        reference = self._reference_logprobs(plan, budget)
-        scored = time.perf_counter()
+        if not self.policy.caches_reference:
+            self.buffer.set_reference(f"{self.step}")
+        stopwatch = Stopwatch(self.policy.device)
         beta = beta_at(self.step + 1, self.config.objective)
+        gradient = BatchGradient(
+            self.policy,
+            self.buffer,
+            self._collator,
+            plan,
+            objective=self.config.objective,
+            loss=self._objective,
+            beta=beta,
+            stopwatch=stopwatch,
+        )
         self.optimizer.zero_grad()
-        pass_ = _Pass(self, plan, reference, beta)
-        for micro_batch in split_groups(pass_.row_lengths(), budget):
-            pass_.run(micro_batch)
-        update = self.optimizer.apply(self.step + 1)
-        self.step += 1
-        changed = self.policy.after_step(self.step, epoch)
+        gradient.run(live.trainer.micro_batch_tokens)
+        results = gradient.collect()
+        with stopwatch("optimizer"):
+            update = self.optimizer.apply(self.step + 1)
+            gathered = results()
+            self.step += 1
+            changed = self.policy.after_step(self.step, epoch)
         if changed:
             self.buffer.set_reference(_reference_key(self.policy.reference_policy))
-        tokens = self._count(plan)
-        self.counters.signal_groups += _num_differing(pass_.rewards, plan.weights > 0)
+        self._count(plan)
+        self.counters.signal_groups += _num_differing(gradient.rewards, plan.weights > 0)
         return StepResult(
             plan=plan,
-            loss=pass_.loss,
+            loss=gathered.loss,
             beta=beta,
-            ell=pass_.logprobs - reference,
-            rewards=pass_.rewards,
-            weights=pass_.weights,
-            log_z=pass_.log_z,
+            ell=gathered.logprobs - gathered.reference,
+            rewards=gradient.rewards,
+            weights=gathered.weights,
+            log_z=gathered.log_z,
             update=update,
-            trained_tokens=tokens,
-            score_seconds=scored - started,
-            train_seconds=time.perf_counter() - scored,
+            trained_tokens=gathered.trained_tokens,
+            scored_tokens=gathered.scored_tokens,
+            row_tokens=self._row_tokens(plan),
+            phase_seconds=stopwatch.seconds(),
             reference_changed=changed,
         )
 
@@ -189,129 +211,26 @@ class Learner:
     def _settings(self, live: LiveConfig) -> SamplingSettings:
         return SamplingSettings.from_config(self.config, live)
 
-    def _reference_logprobs(self, plan: BatchPlan, budget: int) -> np.ndarray:
-        """(P, K) float32; scored rows are cached until the reference changes (never under EMA)."""
-        if not self.policy.caches_reference:
-            self.buffer.set_reference(f"{self.step}")
-        rows = np.unique(plan.rows[plan.weights > 0])
-        missing = rows[np.isnan(self.buffer.ref_logprobs(rows))]
-        lengths = [len(self.buffer.prompt_tokens(int(p))) for p in self.buffer.prompt_ids(missing)]
-        lengths = [a + int(b) for a, b in zip(lengths, self.buffer.num_tokens(missing), strict=True)]
-        for chunk in split_rows(lengths, budget):
-            ids = missing[list(chunk)]
-            values = self.policy.reference_logprobs(self.padded(ids)).cpu().numpy()
-            self.buffer.set_ref_logprobs(ids, values)
-        return np.where(plan.weights > 0, self.buffer.ref_logprobs(plan.rows), 0.0).astype(np.float32)
-
     def searcher_of(self, row: int) -> str:
         """Name of the searcher that made a row."""
         made = self.buffer.trajectory_ids(np.array([row]))[0]
         return ShardKey.parse(self.shard_paths[ShardId(made.incarnation, made.seq)]).searcher
 
-    def padded(self, rows: Sequence[int] | np.ndarray) -> Rows:
-        """Buffer rows as padded token tensors on the policy's device."""
-        ids = np.asarray(rows, dtype=np.int64)
-        prompts = [self.buffer.prompt_tokens(int(p)) for p in self.buffer.prompt_ids(ids)]
-        return pad_rows(prompts, [self.buffer.tokens(int(r)) for r in ids], self.policy.device)
+    def packed(self, rows: Sequence[int] | np.ndarray) -> Rows:
+        """Buffer rows as token tensors on the policy's device."""
+        return self._collator.rows(np.asarray(rows, dtype=np.int64))
 
-    def _count(self, plan: BatchPlan) -> int:
+    def _count(self, plan: BatchPlan) -> None:
         drawn = self.buffer.num_tokens(plan.rows).ravel()
         self.counters.trained_rows += drawn.size
         self.counters.trained_groups += len(plan.rows)
         self.counters.trained_tokens += int(drawn.sum())
         self.counters.trained_lengths.update(drawn.tolist())
-        return int(drawn.sum())
 
-
-class _Pass:
-    """Forward and backward over the groups of one batch; gradients accumulate, results gather by group."""
-
-    def __init__(self, learner: Learner, plan: BatchPlan, reference: np.ndarray, beta: float) -> None:
-        self._learner = learner
-        self._plan = plan
-        self._reference = reference
-        self._beta = beta
-        self._scale = learner.config.objective.loss_scale.lower()
-        self._parameters = learner.config.objective.parameters
-        shape = plan.rows.shape
+    def _row_tokens(self, plan: BatchPlan) -> int:
         used = plan.weights > 0
-        self.rewards = np.where(used, learner.buffer.rewards(plan.rows), 0.0).astype(np.float32)  # (P, K)
-        self.weights = plan.weights.astype(np.float32).copy()  # (P, K)
-        self.logprobs = np.zeros(shape, dtype=np.float32)  # (P, K)
-        self.log_z = np.zeros(shape[0], dtype=np.float32)  # (P,)
-        self.loss = 0.0
-
-    def row_lengths(self) -> list[list[int]]:
-        """Per group, prompt+response tokens of each distinct row."""
-        buffer, plan = self._learner.buffer, self._plan
-        tokens = buffer.num_tokens(plan.rows)
-        prompts = [len(buffer.prompt_tokens(int(p))) for p in plan.prompt_ids]
-        return [
-            [prompts[g] + int(tokens[g, k]) for k in np.flatnonzero(plan.weights[g] > 0)] for g in range(len(prompts))
-        ]
-
-    def run(self, micro_batch: MicroBatch) -> None:
-        """Add this micro-batch's share of the gradient of the batch's loss."""
-        if micro_batch.oversized:
-            self._run_in_pieces(micro_batch.groups[0], micro_batch.chunks)
-            return
-        groups = list(micro_batch.groups)
-        slots = [(g, int(k)) for g in groups for k in np.flatnonzero(self._plan.weights[g] > 0)]
-        rows = self._learner.padded([self._plan.rows[s] for s in slots])
-        flat = self._learner.policy.policy_logprobs(rows, grad=True)  # (n,)
-        position = {g: i for i, g in enumerate(groups)}
-        index = torch.tensor([[position[g], k] for g, k in slots], device=flat.device).T  # (2, n)
-        shape = (len(groups), self._plan.rows.shape[1])
-        logprobs = torch.zeros(shape, device=flat.device).index_put((index[0], index[1]), flat)  # (G, K)
-        self._objective_of(groups, logprobs).loss.mul(len(groups) / len(self._plan.rows)).backward()
-
-    def _run_in_pieces(self, group: int, chunks: tuple[tuple[int, ...], ...]) -> None:
-        """Two passes: log-probabilities without gradients, then the backward pass in any split (system.md §5)."""
-        policy = self._learner.policy
-        slots = np.flatnonzero(self._plan.weights[group] > 0)
-        rows = [self._learner.padded(self._plan.rows[group, slots[list(chunk)]]) for chunk in chunks]
-        logprobs = torch.zeros((1, self._plan.rows.shape[1]), device=policy.device)  # (1, K)
-        for chunk, padded in zip(chunks, rows, strict=True):
-            logprobs[0, torch.as_tensor(slots[list(chunk)])] = policy.policy_logprobs(padded, grad=False)
-        logprobs.requires_grad_()
-        self._objective_of([group], logprobs).loss.div(len(self._plan.rows)).backward()
-        assert logprobs.grad is not None
-        for chunk, padded in zip(chunks, rows, strict=True):
-            share = logprobs.grad[0, torch.as_tensor(slots[list(chunk)])]
-            (share * policy.policy_logprobs(padded, grad=True)).sum().backward()
-
-    def _objective_of(self, groups: list[int], logprobs: Tensor) -> Loss:
-        device = logprobs.device
-        self.logprobs[groups] = logprobs.detach().cpu().numpy()
-        self._weigh(groups)
-        result: Loss = self._learner._objective(
-            logprobs,
-            torch.from_numpy(self._reference[groups]).to(device),
-            torch.from_numpy(self.rewards[groups]).to(device),
-            beta=self._beta,
-            weights=torch.from_numpy(self.weights[groups]).to(device),
-            scale=self._scale,
-        )
-        self.loss += float(result.loss.detach()) * len(groups) / len(self._plan.rows)
-        self.log_z[groups] = result.log_z.cpu().numpy()
-        return result
-
-    def _weigh(self, groups: list[int]) -> None:
-        """Multiply multiplicities by ratio weights; a row's first use defines its μ, hence has ratio 1."""
-        alpha = float(self._parameters.get("ratioAlpha", 0.0))
-        if alpha == 0.0:
-            return
-        buffer, rows = self._learner.buffer, self._plan.rows[groups]
-        used = self._plan.weights[groups] > 0
-        first = used & np.isnan(buffer.mu_logprobs(rows))
-        buffer.set_mu_logprobs(rows[first], self.logprobs[groups][first])
-        ratio = ratio_weights(
-            torch.from_numpy(self.logprobs[groups]),
-            torch.from_numpy(buffer.mu_logprobs(rows)),
-            alpha=alpha,
-            clip=float(self._parameters.get("ratioClip", 1.0)),
-        ).numpy()
-        self.weights[groups] = np.where(used, self._plan.weights[groups] * ratio, 0.0)
+        prompts = np.array([len(self.buffer.prompt_tokens(int(p))) for p in plan.prompt_ids])  # (P,)
+        return int(self.buffer.num_tokens(plan.rows)[used].sum() + (used.sum(1) * prompts).sum())
 
 
 def _num_differing(rewards: np.ndarray, used: np.ndarray) -> int:

@@ -13,63 +13,46 @@ WaitingForData. It waits for storage only when two publishes (or two checkpoints
 """
 
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
-from tba import telemetry
+from tba import telemetry, trace
 from tba.contracts.config import LiveConfig
-from tba.contracts.errors import CorruptObject
-from tba.contracts.history import EvalRow
 from tba.contracts.keys import CheckpointKey, WeightsKey, new_nonce
-from tba.contracts.records import EvalRequest, RunState, ShardId
+from tba.contracts.records import EvalRequest, RunState
 from tba.failpoints import failpoint
 from tba.log import (
     CHECKPOINT_SKIPPED,
     DATA_ARRIVED,
     DATA_AWAITED,
-    OBJECTS_SWEPT,
     RUN_FINISHED,
     RUN_RESUMED,
     RUN_STARTED,
     STORAGE_FAILED,
     log,
 )
-from tba.protocol.garbage import Retention
-from tba.protocol.latest import RunEnded, finished, window_advanced
+from tba.protocol.latest import RunEnded, finished
 from tba.stop import StopFlag
 from tba.trainer.alarms import reward_label
 from tba.trainer.background import Background
-from tba.trainer.checkpoint import LoopFacts, TrainerState, held_shards
+from tba.trainer.checkpoint import LoopFacts, TrainerState
 from tba.trainer.checkpointer import Checkpointer
+from tba.trainer.colocated import Colocated, nobody
 from tba.trainer.evaluations import Evaluations
-from tba.trainer.garbage import Sweeper
+from tba.trainer.housekeeping import Housekeeping
 from tba.trainer.ingest import Ingestor
 from tba.trainer.intake import Intake
 from tba.trainer.journal import Flusher, Journal
 from tba.trainer.learner import StepResult
 from tba.trainer.outage import PASSING
-from tba.trainer.progress import Timing, Tracker
+from tba.trainer.phases import Phases
+from tba.trainer.progress import Tracker
 from tba.trainer.publish import Published, Publisher
 from tba.trainer.reporter import Reporter
 from tba.trainer.startup import Ready, binding
-from tba.trainer.waits import Waits
-
-WINDOW_SECONDS = 30.0
-FENCE_SECONDS = 10.0
-GARBAGE_SECONDS = 60.0
 
 
 class Terminated(Exception):
     """SIGTERM ended the loop between two steps."""
-
-
-@dataclass(slots=True)
-class Clocks:
-    """When the loop last did what it does from time to time (monotonic seconds)."""
-
-    window: float = field(default_factory=time.monotonic)
-    fence: float = field(default_factory=time.monotonic)
-    garbage: float = field(default_factory=time.monotonic)
 
 
 class Trainer:
@@ -85,6 +68,7 @@ class Trainer:
         grace_seconds: float,
         tracker: Tracker,
         on_step: Callable[[StepResult], None] | None = None,
+        colocated: Colocated | None = None,
     ) -> None:
         self._ready = ready
         self._live = live
@@ -102,10 +86,10 @@ class Trainer:
         self._report = Reporter(
             self._history, self._learner, tracker, epoch=self._epoch, decode=ready.tokenizer.decode, live=live
         )
-        self._sweeper = Sweeper(self._store, self._committer)
-        self._waits = Waits()
+        self._colocated = colocated or nobody()
+        self._colocated.tell = self._report.event
+        self._phases = Phases()
         self._waiting: str | None = None
-        self._clocks = Clocks()
         self._version0 = ready.facts.version0
         self._published_version = self._committer.latest.version
         self._make_threads()
@@ -117,12 +101,8 @@ class Trainer:
             trajectories=self._learner.counters.ingested_rows,
             checkpoint_step=None if ready.fresh else self._book.step,
         )
-        self._set_alarms()
-
-    def _set_alarms(self) -> None:
-        alarms = self.tracker.alarms
-        alarms.reward = reward_label(self._ready.record.config.task.reward)
-        alarms.outages = lambda: [thread.outage for thread in self._threads]
+        tracker.alarms.reward = reward_label(ready.record.config.task.reward)
+        tracker.alarms.outages = lambda: [thread.outage for thread in self._threads]
         self._report.judged_signal()
 
     def _make_threads(self) -> None:
@@ -133,12 +113,14 @@ class Trainer:
         self._checkpointer = Checkpointer(
             self._store, self._committer, logs, give_up_seconds=give_up, event=self._report.event
         )
-        self._commits = Background("commit", give_up_seconds=give_up)
-        self._garbage = Background("garbage", give_up_seconds=give_up)
+        self._keeping = Housekeeping(
+            self._store, self._committer, self._learner, live=live, book=lambda: self._book, give_up_seconds=give_up
+        )
         self._publisher = Publisher(
             self._store,
             self._committer,
             assets=ready.assets,
+            delta=lambda: live().sync.delta,
             give_up_seconds=give_up,
             on_published=self._after_publish,
         )
@@ -151,7 +133,7 @@ class Trainer:
             total_steps=self._total,
             live=live,
             event=self._report.event,
-            on_score=self._after_evaluation,
+            on_score=self._report.evaluated,
         )
         self._ingestor = Ingestor(
             self._store,
@@ -170,11 +152,11 @@ class Trainer:
         self._threads = (
             self._publisher.background,
             self._checkpointer.background,
-            self._commits,
+            self._keeping.commits,
             self._ingestor,
             self._evaluations.gathering,
             self._flusher,
-            self._garbage,
+            self._keeping.garbage,
         )
 
     # -- the flow
@@ -190,7 +172,8 @@ class Trainer:
             while self._learner.step < self._total:
                 self._check_stop()
                 self._housekeeping()
-                self._take_rows()
+                with self._phases.piece("ingest"):
+                    self._take_rows()
                 reason = self._learner.waiting_for(self._live())
                 if reason is not None:
                     self._wait(reason)
@@ -201,6 +184,7 @@ class Trainer:
             self._close()
 
     def _begin(self) -> None:
+        self._colocated.tick()  # its imports take a while
         event = "started" if self._ready.fresh else "resumed"
         log.info(RUN_STARTED if self._ready.fresh else RUN_RESUMED, epoch=self._epoch, step=self._book.step)
         self._report.event(event, f"epoch {self._epoch} at step {self._book.step}")
@@ -225,16 +209,19 @@ class Trainer:
     def _train_step(self) -> None:
         if self._waiting is not None:
             self._report.event("continued", self._waiting)
-            log.info(DATA_ARRIVED, waited_seconds=round(self._waits.seconds("data"), 2))
+            log.info(DATA_ARRIVED, waited_seconds=round(self._phases.seconds("wait_data"), 2))
             self._waiting = None
+        with self._phases.piece("wait_engine"):
+            self._colocated.sleep()
         self.tracker.state, self.tracker.detail = "Training", self._outage()
         started = time.monotonic()
-        result = self._learner.train_step(self._live(), self._epoch)
+        with trace.span("train_step", step=self._learner.step + 1):
+            result = self._learner.train_step(self._live(), self._epoch)
+            trace.lay_out(result.phase_seconds)
         self._intake.stepped()
         step = self._learner.step
         failpoint("step.after_update")
-        timing = Timing(time.monotonic() - started, self._waits.seconds("data"), self._waits.seconds("storage"))
-        self._waits.reset()
+        timing = self._phases.stepped(time.monotonic() - started, result.phase_seconds)
         self._learner.counters.wall_seconds += timing.total_seconds
         self._book = self._book.stepped(timing.total_seconds)
         self._report.stepped(result, timing, published_version=self._published_version)
@@ -259,15 +246,16 @@ class Trainer:
         while (awaited := self._evaluations.describe()) is not None:
             self._check_stop()
             self._housekeeping()
+            self._colocated.wake()  # it may be the only one who answers
             self.tracker.detail = self._outage() or awaited
             self._heartbeat.beat()
             time.sleep(0.1)
         self._apply_results()
         self._report.summarise()
         self._report.event("finished", f"step {self._learner.step}")
-        self._join(self._commits)
-        self._commits.submit(self._finish)
-        self._join(self._commits)
+        self._join(self._keeping.commits)
+        self._keeping.commits.submit(self._finish)
+        self._join(self._keeping.commits)
         self.tracker.state, self.tracker.detail = "Complete", ""
         log.info(RUN_FINISHED, step=self._learner.step, eval_score=self.tracker.eval_score)
 
@@ -284,6 +272,7 @@ class Trainer:
         self._ingestor.close()
         self._evaluations.gathering.close()
         self._flusher.close()
+        self._colocated.close()
 
     # -- rows in
 
@@ -301,8 +290,9 @@ class Trainer:
                 self._ingestor.poll_now()
             log.info(DATA_AWAITED, reason=reason)
             self._waiting = reason
+        self._colocated.wake()
         self.tracker.state, self.tracker.detail = "WaitingForData", self._describe_wait(reason)
-        with self._waits.piece("data"):
+        with self._phases.piece("wait_data"):
             self._take_rows(min(0.5, self._live().sync.poll_interval_seconds))
         self._heartbeat.beat()
 
@@ -312,15 +302,17 @@ class Trainer:
             return f"{reason}; {outage}"
         silent = time.monotonic() - self._intake.last_arrival
         stalled = silent > self._live().sync.stall_timeout_seconds
-        return f"{reason}; no shard for {silent:.0f} s" + (" (SyncStalled)" if stalled else "")
+        trouble = f"; {self._colocated.trouble}" if self._colocated.trouble else ""
+        return f"{reason}; no shard for {silent:.0f} s" + (" (SyncStalled)" if stalled else "") + trouble
 
     # -- weights and state out
 
     def _publish(self, evaluation: EvalRequest | None) -> None:
         self._join(self._publisher.background)
-        started = time.monotonic()
-        tensors = self._learner.policy.stage()
-        staged = time.monotonic() - started
+        before = self._phases.seconds("stage")
+        with self._phases.piece("stage"):
+            tensors = self._learner.policy.stage()
+        staged = self._phases.seconds("stage") - before
         telemetry.SYNC_SECONDS.labels("stage").observe(staged)
         self._publisher.publish(
             tensors,
@@ -332,36 +324,27 @@ class Trainer:
 
     def _after_publish(self, done: Published) -> None:
         """In the publish thread."""
-        self._history.append(done.row)
+        self._report.published(done.row)
         self._published_version = done.manifest.version
-        self.tracker.policy_version = done.manifest.version
         self._intake.shards_since_commit = 0
         if done.manifest.version == 0 and self._version0 is None:
             self._version0 = done.key
         if done.manifest.evaluation is not None:
             self._evaluations.announced(done.key, done.manifest.evaluation)
-        telemetry.SNAPSHOT_BYTES.labels(done.row.encoding).set(done.row.total_bytes)
-        telemetry.SYNC_SECONDS.labels("upload").observe(done.row.upload_seconds)
-        telemetry.SYNC_SECONDS.labels("commit").observe(done.row.commit_seconds)
-
-    def _after_evaluation(self, row: EvalRow) -> None:
-        """In the gathering thread."""
-        if row.step == 0 and row.samples > 1:  # one sample tells little of what K would find
-            self.tracker.alarms.first_pass_at_k = row.pass_at_k
 
     def _checkpoint(self) -> None:
         """Capture now; upload and commit beside the loop. The ingest log it belongs to is durable before it."""
         self._join(self._checkpointer.background)
         self._apply_results()
         started = time.monotonic()
-        book = self._book.swept(self._ingestor.durable_window()).logged(
-            ingest_log_seq=self._ingest_log.seal(), metrics_log_seq=self._history.seal()
-        )
-        self._book = book
-        state = self._learner.state()
+        with self._phases.piece("capture"):
+            self._book = self._book.swept(self._ingestor.durable_window()).logged(
+                ingest_log_seq=self._ingest_log.seal(), metrics_log_seq=self._history.seal()
+            )
+            state = self._learner.state()
         facts = LoopFacts(self._version0, carried=self._intake.open_entries, foreign=self._intake.foreign)
         detached = TrainerState(state.tensors, {**state.facts, **facts.to_json()})
-        self._checkpointer.save(book.manifest(new_nonce(), []), detached, captured=started)
+        self._checkpointer.save(self._book.manifest(new_nonce(), []), detached, captured=started)
 
     # -- now and then
 
@@ -369,37 +352,11 @@ class Trainer:
         for thread in self._threads:
             thread.check()
         self._apply_results()
-        now = time.monotonic()
-        if self._intake.shards_since_commit and now - self._clocks.window > WINDOW_SECONDS and not self._commits.busy:
-            self._clocks.window, self._intake.shards_since_commit = now, 0
-            self._commits.submit(lambda: self._committer.commit(window_advanced))
-        elif now - self._clocks.fence > FENCE_SECONDS and not self._commits.busy:
-            self._clocks.fence = now
-            self._commits.submit(self._committer.check)
-        if now - self._clocks.garbage > GARBAGE_SECONDS and not self._garbage.busy:
-            self._clocks.garbage = now
-            self._garbage.submit(self._sweep)
+        self._keeping.tick(self._intake)
+        self._colocated.tick()
         live = self._live()
         self._learner.buffer.set_max_trajectories(live.buffer.max_trajectories)
         self.tracker.alarms.stall_timeout_seconds = live.sync.stall_timeout_seconds
-
-    def _sweep(self) -> None:
-        live = self._live()
-        try:
-            swept = self._sweeper.sweep(
-                Retention.of(live.sync, live.storage), held_by=self._held_by, scores=dict(self._book.scores)
-            )
-        except CorruptObject as error:
-            log.warning(STORAGE_FAILED, task="garbage", error=str(error))
-            return
-        if swept.num_objects:
-            log.info(OBJECTS_SWEPT, objects=swept.num_objects, total_bytes=swept.total_bytes)
-
-    def _held_by(self, checkpoint_key: str) -> Collection[ShardId]:
-        """Shards whose rows a checkpoint's buffer holds, or ("") the live one's."""
-        if not checkpoint_key:
-            return list(self._learner.shard_paths)
-        return held_shards(self._store, checkpoint_key)
 
     def _apply_results(self) -> None:
         for key in self._checkpointer.take_committed():
@@ -426,12 +383,13 @@ class Trainer:
             self._heartbeat.beat()
 
     def _joined(self, background: Background) -> bool:
-        with self._waits.piece("storage"):
+        with self._phases.piece("wait_storage"):
             return background.join(0.5)
 
     def _check_stop(self) -> None:
         if self._stop.since is None:
             return
+        self._colocated.stop()
         self._join(self._checkpointer.background)
         self._apply_results()
         left = self._grace_seconds - (time.monotonic() - self._stop.since)

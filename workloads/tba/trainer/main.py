@@ -10,13 +10,14 @@ from pathlib import Path
 
 import torch
 
-from tba import last_words, telemetry
+from tba import last_words, telemetry, trace
 from tba.contracts.errors import UserError
 from tba.contracts.runfile import read_run_file
 from tba.live import LiveSettings
 from tba.log import RUN_FINISHED, SIGNAL_RECEIVED, configure, log
 from tba.relocation import following
 from tba.stop import stop_signals
+from tba.trainer.colocated import Colocated, command
 from tba.trainer.loop import Terminated, Trainer
 from tba.trainer.progress import Tracker
 from tba.trainer.startup import AlreadyComplete, prepare
@@ -56,14 +57,20 @@ def run_trainer(options: TrainerOptions) -> int:
     heartbeat = telemetry.Heartbeat(STEP_BUDGET_SECONDS)
     tracker = Tracker(run.config.objective.total_steps, os.environ.get("TBA_POD_UID"))
     last_words.report_progress(tracker.progress)
-    with stop_signals() as stop, _http(options.port, heartbeat, tracker):
+    with stop_signals() as stop, trace.recording("trainer"), _http(options.port, heartbeat, tracker):
         try:
             with heartbeat.allow("starting", START_BUDGET_SECONDS):
                 ready = prepare(run, live(), options.storage or live().storage.uri, tracker.alarms.weather)
             if stop.is_set():  # nothing has been trained yet: nothing to save
                 raise Terminated
             trainer = Trainer(
-                ready, live, stop=stop, heartbeat=heartbeat, grace_seconds=options.grace_seconds, tracker=tracker
+                ready,
+                live,
+                stop=stop,
+                heartbeat=heartbeat,
+                grace_seconds=options.grace_seconds,
+                tracker=tracker,
+                colocated=_colocated(options, live),
             )
             with following(ready.store, lambda: live().storage, run_id=lambda: ready.record.run_id):
                 trainer.run()
@@ -77,6 +84,15 @@ def run_trainer(options: TrainerOptions) -> int:
             log.info(SIGNAL_RECEIVED, detail="asked to end: stopped between two steps")
             return TERMINATED_EXIT
     return 0
+
+
+def _colocated(options: TrainerOptions, live: LiveSettings) -> Colocated:
+    storage = options.storage or live().storage.uri
+    return Colocated(
+        command(config_dir=options.config_dir, storage=storage, threads=options.threads),
+        lambda: live().trainer.colocated_searcher,
+        make_room=torch.cuda.empty_cache,  # does nothing where CUDA is not in use
+    )
 
 
 @contextmanager

@@ -1,22 +1,30 @@
 """The live policy and the reference that holds it: scoring, publishing copies, resets."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tba.contracts.config import Model, Reference
+from tba.contracts.config import Model, Reference, TrainerSettings
 from tba.contracts.records import PolicyId
 from tba.models import load_weights, weight_tensors
 from tba.scoring import Rows, Scorer
+from tba.trainer.memory import ActivationMemory, compile_layers
+from tba.trainer.working import Residence, WorkingCopy
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+AGREEMENT = 1e-3
+"""Nats by which a kernel that is not deterministic may differ from itself."""
 
 
 class Policy:
-    """float32 master weights of π_θ, and π_ref under the same kernel, temperature and precision."""
+    """float32 master weights of π_θ, and π_ref under the same kernels, temperature and precision.
+
+    `model` holds the masters; what computes is `working.model`: the same in float32, else a copy (see `working`).
+    """
 
     def __init__(self, model: nn.Module, *, config: Model, reference: Reference, temperature: float) -> None:
         self._reference_config = reference
@@ -27,15 +35,26 @@ class Policy:
             # Version 0 as published is where both start: what the cast loses must be lost here too.
             for parameter in self.model.parameters():
                 parameter.copy_(parameter.to(self.publish_dtype))
-        self.reference_model = copy.deepcopy(model).eval().requires_grad_(False)
-        self.scorer = Scorer(self.model, temperature=temperature, compute_dtype=self.publish_dtype)
-        self._reference_scorer = Scorer(self.reference_model, temperature=temperature, compute_dtype=self.publish_dtype)
+        self.working = WorkingCopy(self.model, self.publish_dtype)
+        self.scorer = Scorer(self.working.model, temperature=temperature)
+        # A moving average needs the digits that a shorter dtype would round away at each step.
+        averaged = self.model if reference.type == "EMA" else self.working.model
+        self.reference_model = copy.deepcopy(averaged).eval().requires_grad_(False)
+        self._reference_working = WorkingCopy(self.reference_model, self.publish_dtype)
+        self._reference_scorer = Scorer(
+            self._reference_working.model, temperature=temperature, layout=self.scorer.layout
+        )
+        self._residence = Residence(self._reference_working.model, self.device)
+        self.working.collect_gradients()
         self.reference_policy = PolicyId(1, 0)
         """Whose weights the reference holds; cached log-probabilities of another one are void."""
+        self._memory = ActivationMemory(self.working.model, self.scorer)
+        self._compiled = False
+        self._require_agreement()
 
     @property
     def device(self) -> torch.device:
-        """Where both models live."""
+        """Where the policy computes."""
         return self.scorer.device
 
     @property
@@ -43,10 +62,31 @@ class Policy:
         """Whether reference log-probabilities stay valid from step to step."""
         return self._reference_config.type != "EMA"
 
+    def configure(self, settings: TrainerSettings) -> None:
+        """Apply the trainer's live settings; cheap when nothing has changed. `compile` is read the first time only.
+
+        Raises: UserError if the model cannot do what they ask.
+        """
+        if settings.compile and not self._compiled and self.device.type == "cuda":
+            compile_layers(self.working.model, self._reference_working.model)
+            self.scorer.compile_head()
+            self._reference_scorer.compile_head()
+        self._compiled = True
+        self._residence.offload(settings.offload_reference)
+        self._memory.configure(settings)
+
+    def pack(self, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> Rows:
+        """Rows on the device, laid out for both models."""
+        return self.scorer.pack(prompts, responses)
+
     @torch.no_grad()
     def reference_logprobs(self, rows: Rows) -> Tensor:
         """Sums over response tokens under the reference: (B,) float32."""
         return self._reference_scorer.sequence_logprobs(rows)
+
+    def reference_present(self) -> AbstractContextManager[None]:
+        """Score under the reference within this: it may rest in host memory otherwise."""
+        return self._residence.present()
 
     def policy_logprobs(self, rows: Rows, *, grad: bool) -> Tensor:
         """Sums over response tokens under the live policy: (B,) float32."""
@@ -56,14 +96,17 @@ class Policy:
 
     @torch.no_grad()
     def after_step(self, step: int, epoch: int) -> bool:
-        """Move the reference where its type says so; True if it changed."""
+        """Compute with the new weights, and move the reference where its type says so; True if that changed."""
+        self.working.refresh()
         kind = self._reference_config.type
         if kind == "EMA":
             decay = self._reference_config.decay or 0.0
-            for ref, live in zip(self.reference_model.parameters(), self.model.parameters(), strict=True):
-                ref.lerp_(live, 1.0 - decay)
+            with self._residence.present(changes=True):
+                for ref, live in zip(self.reference_model.parameters(), self.model.parameters(), strict=True):
+                    ref.lerp_(live, 1.0 - decay)
+                self._reference_working.refresh()
         elif kind == "Reset" and step % (self._reference_config.every_steps or 1) == 0:
-            self.reference_model.load_state_dict(self.model.state_dict())
+            self.reference_model.load_state_dict(self.working.model.state_dict())
         else:
             return False
         self.reference_policy = PolicyId(epoch, step)
@@ -92,5 +135,24 @@ class Policy:
     def restore(self, master: Mapping[str, Tensor], reference: Mapping[str, Tensor] | None) -> None:
         """Undo `master_state` and `reference_state`."""
         load_weights(self.model, master)
+        self.working.refresh()
         if reference is not None:
-            load_weights(self.reference_model, reference)
+            with self._residence.present(changes=True):
+                load_weights(self.reference_model, reference)
+                self._reference_working.refresh()
+
+    # -- private
+
+    @torch.no_grad()
+    def _require_agreement(self) -> None:
+        """Both models hold the same weights now: in one micro-batch their log-probabilities must be equal."""
+        prompts = [np.array([1, 2, 3]) % self._vocabulary, np.array([1, 2, 3]) % self._vocabulary]
+        rows = self.pack(prompts, [np.array([0, 1]), np.array([1, 0, 1])])
+        own, other = (scorer.sequence_logprobs(rows) for scorer in (self.scorer, self._reference_scorer))
+        difference = (own - other).abs().max().item()
+        if difference > AGREEMENT:
+            raise RuntimeError(f"equal policy and reference must score alike, got a difference of {difference:.3g}")
+
+    @property
+    def _vocabulary(self) -> int:
+        return self.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]

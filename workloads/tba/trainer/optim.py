@@ -8,6 +8,7 @@ from statistics import median
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from tba.contracts.config import Objective
 from tba.objectives.schedules import learning_rate
@@ -53,6 +54,7 @@ class Optimizer:
             betas=settings.betas,
             eps=settings.eps,
             weight_decay=settings.weight_decay,
+            fused=True,  # one pass over weights, gradients and moments
         )
         self._norms: deque[float] = deque(maxlen=CLIP_WINDOW)
 
@@ -66,15 +68,20 @@ class Optimizer:
         Raises: FloatingPointError if the gradient is not finite.
         """
         limit = self._limit()
-        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, limit if limit is not None else math.inf))
+        grads = [p.grad for p in self._parameters if p.grad is not None]
+        total = get_total_norm(grads)
+        norm = float(total)  # the one point of a step at which the host waits for a GPU
         if not math.isfinite(norm):
             raise FloatingPointError(f"gradient norm at step {step} is {norm}: lower learningRate or raise beta")
         self._norms.append(norm)
+        clipped = limit is not None and norm > limit
+        if limit is not None and clipped:
+            clip_grads_with_norm_(self._parameters, limit, total)
         rate = learning_rate(step, self._objective.schedule, self._objective.total_steps, self.peak)
         for group in self._adamw.param_groups:
             group["lr"] = rate
         self._adamw.step()
-        return Update(norm, limit is not None and norm > limit, rate)
+        return Update(norm, clipped, rate)
 
     def state(self) -> tuple[dict[str, Tensor], list[float]]:
         """Host copies of the moments by parameter name, and the recent gradient norms."""
@@ -91,8 +98,8 @@ class Optimizer:
         for full, value in tensors.items():
             key, name = full.split("/", 1)
             parameter = by_name[name]
-            device = "cpu" if key == "step" else parameter.device
-            self._adamw.state.setdefault(parameter, {})[key] = value.to(device, copy=True)
+            # The fused kernel counts steps beside the moments.
+            self._adamw.state.setdefault(parameter, {})[key] = value.to(parameter.device, copy=True)
         self._norms = deque(norms, maxlen=CLIP_WINDOW)
 
     def _limit(self) -> float | None:

@@ -11,6 +11,7 @@ from tba.contracts.history import Progress, SampleRow, StepRow
 from tba.contracts.records import Latest
 from tba.trainer.alarms import Alarms
 from tba.trainer.learner import Learner, StepResult
+from tba.trainer.phases import Timing
 from tba.trainer.rates import Rates
 
 WEAK_HOLD = 0.05
@@ -20,23 +21,18 @@ CLIP_STEPS = 100
 """Steps over which the share of clipped gradients is taken."""
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Seconds of one step, and of the waits since the one before."""
-
-    step_seconds: float
-    wait_data_seconds: float
-    wait_storage_seconds: float
-
-    @property
-    def total_seconds(self) -> float:
-        """All of it."""
-        return self.step_seconds + self.wait_data_seconds + self.wait_storage_seconds
-
-
-def step_row(learner: Learner, result: StepResult, timing: Timing, *, epoch: int, published_version: int) -> StepRow:
+def step_row(
+    learner: Learner,
+    result: StepResult,
+    timing: Timing,
+    *,
+    epoch: int,
+    published_version: int,
+    model_flops: float | None = None,
+    peak_flops: float | None = None,
+) -> StepRow:
     """The history row of a step."""
-    counters, plan = learner.counters, result.plan
+    counters, plan, phases = learner.counters, result.plan, timing.phase_seconds
     used = result.weights > 0
     multiplicity = np.where(used, plan.weights, 0.0)
     total = float(multiplicity.sum())
@@ -53,10 +49,10 @@ def step_row(learner: Learner, result: StepResult, timing: Timing, *, epoch: int
         time=time.time(),
         wall_seconds=counters.wall_seconds,
         step_seconds=timing.step_seconds,
-        wait_data_seconds=timing.wait_data_seconds,
-        wait_storage_seconds=timing.wait_storage_seconds,
-        score_seconds=result.score_seconds,
-        train_seconds=result.train_seconds,
+        wait_data_seconds=phases.get("wait_data", 0.0),
+        wait_storage_seconds=phases.get("wait_storage", 0.0),
+        score_seconds=phases.get("reference", 0.0),
+        train_seconds=phases.get("forward_backward", 0.0) + phases.get("optimizer", 0.0),
         loss=result.loss,
         reward_mean=float((result.rewards * multiplicity).sum() / total),
         generated_reward_mean=counters.take_reward_mean(),
@@ -86,25 +82,33 @@ def step_row(learner: Learner, result: StepResult, timing: Timing, *, epoch: int
         buffer_rows=len(learner.buffer),
         buffer_bytes=learner.buffer.memory_bytes,
         published_version=published_version,
+        phase_seconds=phases,
+        scored_tokens=result.scored_tokens,
+        model_flops=model_flops,
+        peak_flops=peak_flops,
     )
 
 
 class StepMetrics:
     """Sets the Prometheus metrics of a step (interface.md §4)."""
 
-    def __init__(self, mop_recycles: int) -> None:
-        """`mop_recycles`: of the run before this process, whose counter starts at 0."""
+    def __init__(self, mop_recycles: int, trained_tokens: int = 0) -> None:
+        """Both: of the run before this process, whose counters start at 0."""
         self._mop_recycles = mop_recycles
+        self._trained_tokens = trained_tokens
         self._clipped: deque[bool] = deque(maxlen=CLIP_STEPS)
 
-    def record(self, row: StepRow, result: StepResult) -> None:
+    def record(self, row: StepRow) -> None:
         """Take over a finished step."""
         _set_gauges(row)
         self._clipped.append(row.grad_clipped)
         telemetry.GRAD_CLIP_FRACTION.set(sum(self._clipped) / len(self._clipped))
         telemetry.MOP_RECYCLES.inc(row.mop_recycles - self._mop_recycles)
         self._mop_recycles = row.mop_recycles
-        telemetry.TRAINED_TOKENS.inc(result.trained_tokens)
+        telemetry.TRAINED_TOKENS.inc(row.trained_tokens - self._trained_tokens)
+        self._trained_tokens = row.trained_tokens
+        telemetry.MODEL_FLOPS.inc(row.model_flops or 0.0)
+        telemetry.PEAK_FLOPS.set(row.peak_flops or 0.0)
         for lag, count in row.staleness.items():
             for _ in range(count):
                 telemetry.STALENESS.observe(lag)
@@ -192,10 +196,12 @@ class Tracker:
         """Take over a finished step."""
         self.last_row = row
         self.step = row.step
-        self.idle_seconds += row.wait_data_seconds + row.wait_storage_seconds
-        self.busy_seconds += row.step_seconds
+        waited = row.wait_data_seconds + row.wait_storage_seconds
+        busy = max(row.span_seconds - waited, 0.0)
+        self.idle_seconds += waited
+        self.busy_seconds += busy
         self.trajectories = row.ingested_rows
-        self.rates.stepped(row.step_seconds, time.monotonic())
+        self.rates.stepped(busy, time.monotonic())
 
     def progress(self) -> Progress:
         """A copy of now."""

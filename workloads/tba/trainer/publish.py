@@ -1,9 +1,14 @@
-"""Publishes the policy's weights: stage on the host in the loop's thread, upload and commit beside it.
+"""Publishes the policy's weights: stage on the host in the loop's thread, encode, upload and commit beside it.
 
 ```
 loop thread        stage (copy to host, cast) ──► next step
-background thread          └► data objects ► manifest ► CAS of latest (the commit point)
+background thread          └► delta? (encoded by a pool of threads) ► data objects ► manifest ► CAS of latest: commit
 ```
+
+Deltas form a chain: each builds on the snapshot before it, so that a searcher that follows reads the least there is. A
+late joiner reads the anchor and less than `sync.delta.anchorEvery` deltas, however long the run is. Host memory: the
+staged weights of the last publish stay beside those of the next one as long as `sync.delta.enabled`.
+See docs/decisions/0020-delta-snapshots.md.
 """
 
 import time
@@ -12,12 +17,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tba import telemetry
+from tba.contracts.config import Delta
+from tba.contracts.errors import CorruptObject
 from tba.contracts.history import PublishRow
 from tba.contracts.keys import WeightsKey, new_nonce
 from tba.contracts.records import EvalRequest, Latest, SnapshotManifest
-from tba.log import SNAPSHOT_PUBLISHED, log
+from tba.log import SNAPSHOT_PUBLISHED, SNAPSHOT_REJECTED, log
 from tba.protocol.latest import published
-from tba.snapshots import publish_snapshot
+from tba.snapshots.encode import Base, EncodedDelta, encode_delta
+from tba.snapshots.publish import publish_delta, publish_snapshot
 from tba.store import ObjectStore
 from tba.trainer.background import Background
 from tba.trainer.committer import Committer
@@ -41,14 +50,17 @@ class Publisher:
         committer: Committer,
         *,
         assets: Mapping[str, bytes],
+        delta: Callable[[], Delta],
         give_up_seconds: float,
         on_published: Callable[[Published], None],
     ) -> None:
         self._store = store
         self._committer = committer
         self._assets = assets
+        self._delta = delta
         self._on_published = on_published
         self._parent: str | None = None
+        self._base: Base | None = None
         self.background = Background("publish", give_up_seconds=give_up_seconds)
 
     def publish(
@@ -60,18 +72,17 @@ class Publisher:
         evaluation: EvalRequest | None,
         stage_seconds: float,
     ) -> float:
-        """Start publishing host tensors (owned by the publisher from now on); returns seconds waited for the last.
+        """Start publishing host tensors, which nobody may change from now on; returns seconds waited for the last.
 
         Raises: Fenced, StoreUnavailable: of the previous publish.
         """
+        encoded: dict[str, EncodedDelta | None] = {}  # by base: a try after a broken one has it already
 
         def task() -> None:
             started = time.monotonic()
             # A fresh prefix for each try: what a broken try left behind is garbage, never half of a snapshot.
             key = WeightsKey(version, epoch, new_nonce())
-            manifest = publish_snapshot(
-                self._store, key, tensors, assets=self._assets, parent=self._parent, evaluation=evaluation
-            )
+            manifest = self._upload(key, tensors, encoded, evaluation)
             uploaded = time.monotonic()
             self._commit(key, manifest)
             row = PublishRow(
@@ -86,10 +97,36 @@ class Publisher:
                 commit_seconds=time.monotonic() - uploaded,
             )
             self._parent = key.path
-            log.info(SNAPSHOT_PUBLISHED, policy_version=version, epoch=epoch, total_bytes=manifest.total_bytes)
+            self._base = Base(key.path, manifest, tensors) if self._delta().enabled else None
+            log.info(
+                SNAPSHOT_PUBLISHED,
+                policy_version=version,
+                epoch=epoch,
+                encoding=manifest.encoding,
+                total_bytes=manifest.total_bytes,
+            )
             self._on_published(Published(key.path, manifest, row))
 
         return self.background.submit(task)
+
+    def _upload(
+        self,
+        key: WeightsKey,
+        tensors: Mapping[str, Tensor],
+        encoded: dict[str, EncodedDelta | None],
+        evaluation: EvalRequest | None,
+    ) -> SnapshotManifest:
+        """As a delta if that is allowed and small enough, else in full."""
+        settings, base = self._delta(), self._base
+        if base is not None and may_follow(base.key, base.manifest, settings, key.epoch, self._committer.latest):
+            if base.key not in encoded:
+                encoded[base.key] = _encode(base, tensors, settings)
+            delta = encoded[base.key]
+            if delta is not None:
+                return publish_delta(self._store, key, delta, parent=self._parent, evaluation=evaluation)
+        return publish_snapshot(
+            self._store, key, tensors, assets=self._assets, parent=self._parent, evaluation=evaluation
+        )
 
     def _commit(self, key: WeightsKey, manifest: SnapshotManifest) -> Latest:
         wants = manifest.evaluation is not None
@@ -98,3 +135,22 @@ class Publisher:
             return published(current, manifest=key.path, version=key.version, nonce=nonce, evaluation=wants)
 
         return self._committer.commit(transition)
+
+
+def _encode(base: Base, tensors: Mapping[str, Tensor], settings: Delta) -> EncodedDelta | None:
+    """None: publish in full."""
+    started = time.monotonic()
+    limit = settings.max_ratio * sum(t.nbytes for t in tensors.values())
+    try:
+        return encode_delta(base, tensors, max_bytes=limit)
+    except CorruptObject as error:
+        log.error(SNAPSHOT_REJECTED, key=base.key, error=str(error))
+        return None
+    finally:
+        telemetry.SYNC_SECONDS.labels("encode").observe(time.monotonic() - started)
+
+
+def may_follow(key: str, manifest: SnapshotManifest, settings: Delta, epoch: int, latest: Latest) -> bool:
+    """Whether a snapshot of `epoch` may be a delta on the one at `key`: chains are short, none crosses a take-over."""
+    in_use = latest.manifest == key and manifest.epoch == epoch
+    return settings.enabled and in_use and manifest.depth + 1 < settings.anchor_every

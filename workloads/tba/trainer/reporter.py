@@ -3,14 +3,17 @@
 import time
 from collections.abc import Callable
 
+from tba import telemetry
 from tba.contracts.base import Contract
 from tba.contracts.config import LiveConfig
-from tba.contracts.history import EventRow, QuarantineRow
+from tba.contracts.history import EvalRow, EventRow, PublishRow, QuarantineRow
 from tba.log import HOLD_WEAKENED, REFERENCE_CHANGED, SHARD_QUARANTINED, STEP_COMPLETED, log
 from tba.shards import ShardBatch
 from tba.trainer.journal import Journal
 from tba.trainer.learner import Learner, StepResult
-from tba.trainer.progress import WEAK_HOLD, StepMetrics, Timing, Tracker, sample_row, step_row
+from tba.trainer.phases import Timing
+from tba.trainer.progress import WEAK_HOLD, StepMetrics, Tracker, sample_row, step_row
+from tba.trainer.work import StepWork
 
 ROWS_EVERY_STEPS = 10
 SAMPLES = 200
@@ -18,7 +21,7 @@ SAMPLES = 200
 
 
 class Reporter:
-    """Thread-safe as far as `event` goes; the rest is for the loop."""
+    """`event`, `published` and `evaluated` may be called by any thread; the rest is for the loop."""
 
     def __init__(
         self,
@@ -36,7 +39,8 @@ class Reporter:
         self._epoch = epoch
         self._decode = decode
         self._live = live
-        self._metrics = StepMetrics(learner.sampler.mop_recycles)
+        self._metrics = StepMetrics(learner.sampler.mop_recycles, learner.counters.trained_tokens)
+        self._work = StepWork(learner)
 
     def event(self, event: str, detail: str = "") -> None:
         """Something happened to the run."""
@@ -51,9 +55,12 @@ class Reporter:
 
     def stepped(self, result: StepResult, timing: Timing, *, published_version: int) -> None:
         """An optimizer step is done."""
-        row = step_row(self._learner, result, timing, epoch=self._epoch, published_version=published_version)
+        row = step_row(
+            self._learner, result, timing, epoch=self._epoch, published_version=published_version,
+            model_flops=self._work.flops(result), peak_flops=self._work.peak_flops,
+        )  # fmt: skip
         self._history.append(row)
-        self._metrics.record(row, result)
+        self._metrics.record(row)
         self._tracker.stepped(row)
         self.judged_signal()
         lag = max(row.staleness, default=0)
@@ -74,6 +81,19 @@ class Reporter:
             self.summarise()
         if row.step % max(1, self._tracker.total_steps // SAMPLES) == 0:
             self._sample(result)
+
+    def published(self, row: PublishRow) -> None:
+        """A snapshot is visible."""
+        self._history.append(row)
+        self._tracker.policy_version = row.version
+        telemetry.SNAPSHOT_BYTES.labels(row.encoding).set(row.total_bytes)
+        telemetry.SYNC_SECONDS.labels("upload").observe(row.upload_seconds)
+        telemetry.SYNC_SECONDS.labels("commit").observe(row.commit_seconds)
+
+    def evaluated(self, row: EvalRow) -> None:
+        """An evaluation is complete."""
+        if row.step == 0 and row.samples > 1:  # one sample tells little of what K would find
+            self._tracker.alarms.first_pass_at_k = row.pass_at_k
 
     def judged_signal(self) -> None:
         """Whether the groups trained on so far, also by earlier trainers, give anything to learn from."""

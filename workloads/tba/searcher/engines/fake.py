@@ -175,6 +175,13 @@ class FakeEngine:
         """Ids as text."""
         return " ".join(str(t) for t in tokens if t != self._settings.eos_token)
 
+    def sleep(self, *, free_memory: bool) -> None:
+        """There is no device."""
+
+    def wake(self) -> None:
+        """Speed counts from now."""
+        self._ready_at = self._clock()
+
     def abort(self) -> None:
         """Forget all requests."""
         self._rows.clear()

@@ -61,6 +61,12 @@ class RowCache(Cache):
         """T."""
         return self.rows_of[0].length
 
+    def move(self, device: torch.device | str) -> None:
+        """To another device, in place."""
+        for rows in self.rows_of:
+            if rows.key_buffer is not None and rows.value_buffer is not None:
+                rows.key_buffer, rows.value_buffer = rows.key_buffer.to(device), rows.value_buffer.to(device)
+
     @classmethod
     def join(cls, parts: "list[tuple[RowCache, torch.Tensor, int]]") -> "RowCache":
         """Stack selected rows of several caches, right-aligned.

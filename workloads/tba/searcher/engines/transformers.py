@@ -148,6 +148,28 @@ class TransformersEngine:
         """Text without special tokens."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
+    def sleep(self, *, free_memory: bool) -> None:
+        """Between two steps nothing runs. `free_memory`: model and cached keys wait in the host's memory."""
+        if self._device.type != "cpu":
+            torch.cuda.synchronize(self._device)
+            if free_memory:
+                self._move("cpu")
+                torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Model and cached keys return."""
+        self._move(self._device)
+
+    def _move(self, device: torch.device | str) -> None:
+        if self._model is None:
+            return
+        self._model.to(device)
+        self._mask = self._mask.to(device)
+        for cache in {id(c): c for c in (self._cache, *(p.cache for p in self._prefixes.values())) if c}.values():
+            cache.move(device)
+        for prefix in self._prefixes.values():
+            prefix.mask, prefix.logits = prefix.mask.to(device), prefix.logits.to(device)
+
     def abort(self) -> None:
         """Forget all requests."""
         self._waiting.clear()

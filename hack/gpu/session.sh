@@ -1,0 +1,105 @@
+#!/bin/bash
+# One sitting on a GPU host with two cards, in the repository's root, stage by stage; see README.md beside this file.
+# usage: hack/gpu/session.sh STAGE; what was measured lies in $KEEP and is copied to $OUT at the end of each stage.
+set -uo pipefail
+cd "$(dirname "$0")/../.." || exit 1
+# shellcheck source=hack/gpu/env.sh
+source hack/gpu/env.sh
+KEEP=${KEEP:-$HOME/keep} PARTS=${PARTS:-$HOME/parts} START=${START:-$HOME/start}
+SECONDS_A_RUN=${SECONDS_A_RUN:-180}
+RUN_ROOT=${RUN_ROOT:-/dev/shm/tba}
+OUT=${OUT:-$HOME/out}
+mkdir -p "$KEEP" "$PARTS" "$OUT" "$RUN_ROOT"
+trap 'cp -f "$KEEP"/* "$OUT"/ 2>/dev/null' EXIT
+
+step() { # step CARDS LIMIT_SECONDS NAME COMMAND...: with a limit, its end shown, all of it in $KEEP/log.txt
+  local cards=$1 limit=$2 name=$3 began=$SECONDS code
+  shift 3
+  CUDA_VISIBLE_DEVICES=$cards timeout -k 5 "$limit" "$@" > "$PARTS/$name.log" 2>&1
+  code=$?
+  { echo "=== $name: exit $code after $((SECONDS - began)) s: $*"; tail -c 60000 "$PARTS/$name.log"; } >> "$KEEP/log.txt"
+  echo "=== $name: exit $code after $((SECONDS - began)) s"
+  grep -v -e '^$' -e Warning "$PARTS/$name.log" | tail -n "${TAIL:-14}" | cut -c1-400
+  return $code
+}
+
+merge() { # merge NAME: one file of the rows of all parts
+  python3 - "$KEEP/$1.json" "$PARTS/$1".*.json <<'PY'
+import json, sys
+rows = [row for path in sys.argv[2:] for row in json.load(open(path))]
+open(sys.argv[1], "w").write("[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]\n")
+PY
+}
+
+trainer_bench() {
+  local bench=(python3 tests/bench/gpu/bench_trainer_gpu.py --tokenizer "$VS/smol")
+  step 1 200 trainer-small "${bench[@]}" --shapes 0.135b --repetitions 3 --micro-rows 16 40 80 -o "$PARTS/gpu_trainer.1.json"
+  step 1 300 trainer-large "${bench[@]}" --shapes 1.5b --repetitions 3 --micro-rows 8 20 -o "$PARTS/gpu_trainer.2.json"
+  merge gpu_trainer
+  step 1 200 tests-trainer python3 -m pytest tests/gpu -q -s -p no:cacheprovider --ignore tests/gpu/test_vllm_on_gpu.py
+}
+
+count() { # count CARDS LIMIT ARGUMENTS...
+  local cards=$1 limit=$2 name
+  shift 2
+  name=count-$(echo "$*" | tr -c 'a-z0-9\n' '-')
+  [ -e "$KEEP/gpu_count.jsonl" ] || cp docs/results/gpu_count.jsonl "$KEEP/" 2>/dev/null
+  TAIL=40 step 0,1 "$limit" "$name" python3 tests/bench/gpu/bench_count.py --start "$START" --gpus "$cards" \
+    --seconds "$SECONDS_A_RUN" --max-steps 250 --run-root "$RUN_ROOT" --runs "$KEEP/gpu_count.jsonl" -o "$KEEP/gpu_count.json" "$@"
+}
+
+case ${1:?stage} in
+first) # the first piece is there: the trainer's bench needs no more, and runs on while the others travel
+  hack/gpu/install.sh a || exit 1
+  nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader
+  python3 -c "import torch, transformers, vllm, trl, structlog, zstandard, tba.store; print(torch.__version__, transformers.__version__, vllm.__version__, trl.__version__)"
+  # Gradients over two cards, seen to work before arm 2 needs it.
+  CUDA_VISIBLE_DEVICES=1 timeout 90 python3 -m bench.gpu.average 1 2 29411 &
+  CUDA_VISIBLE_DEVICES=0 timeout 90 python3 -m bench.gpu.average 0 2 29411
+  wait
+  setsid nohup "$0" trainer > "$PARTS/background.log" 2>&1 < /dev/null &
+  setsid nohup python3 -m compileall -q -j 8 "$VS/site" > /dev/null 2>&1 < /dev/null &
+  ;;
+trainer) OUT=$PARTS/none; mkdir -p "$OUT"; trainer_bench ;;
+second) hack/gpu/install.sh b ;;
+third) # the model is complete: its start, the tests of the tier, engine and weights on the first card
+  hack/gpu/install.sh c || exit 1
+  if [ -n "${START_ONLY:-}" ]; then
+    step 0 120 start python3 examples/count/make_start.py --model "$VS/smol" -o "$START"
+    exit
+  fi
+  (step 0 180 tests-vllm python3 -m pytest tests/gpu/test_vllm_on_gpu.py -q -s -p no:cacheprovider) &
+  tests=$!
+  step 0 120 start python3 examples/count/make_start.py --model "$VS/smol" -o "$START"
+  wait "$tests"
+  step 0 200 engine python3 tests/bench/gpu/bench_engine.py --model "$START/start" --prompts 640 -o "$KEEP/gpu_engine.json"
+  step 0 90 sync-small python3 tests/bench/gpu/bench_sync.py --model "$VS/smol" --what model deltas --engine vllm \
+    --folder "$RUN_ROOT" -o "$PARTS/gpu_sync.1.json"
+  step 0 100 sync-large python3 tests/bench/gpu/bench_sync.py --model "$VS/smol" --what 1.5b --engine vllm \
+    --folder "$RUN_ROOT" -o "$PARTS/gpu_sync.2.json"
+  merge gpu_sync
+  cat "$PARTS/background.log"
+  ;;
+async) # arm 5 on both cards, then two seeds of arm 1, a card each
+  count 0,1 300 --arms 5 --seeds "${2:-0}"
+  rm -rf "${RUN_ROOT:?}"/*
+  count 0 280 --arms 1 --seeds "${2:-0}" &
+  count 1 280 --arms 1 --seeds "${3:-1}" &
+  wait
+  ;;
+pairs) # arms 2 and 3 on both cards
+  count 0,1 280 --arms 2 --seeds "${2:-0}"
+  count 0,1 290 --arms 3 --seeds "${2:-0}"
+  ;;
+count) # anything else: session.sh count CARDS LIMIT ARGUMENTS...
+  shift
+  count "$@"
+  ;;
+s3) # the same weights through an S3 server; needs piece d
+  hack/gpu/install.sh d || exit 1
+  step 0 200 sync-s3 python3 tests/bench/gpu/bench_sync.py --model "$VS/smol" --what model 1.5b --store s3 \
+    --folder "$RUN_ROOT" -o "$PARTS/gpu_sync.3.json"
+  merge gpu_sync
+  ;;
+*) echo "no stage $1" >&2; exit 64 ;;
+esac

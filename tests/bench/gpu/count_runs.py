@@ -1,0 +1,175 @@
+"""Learning runs on `count`: a line of JSON each, appended over many sittings, and what follows from them.
+
+A run is known by (task, arm, seed, variant): asked for again, it is left as it is.
+"""
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from bench.gpu.curves import THRESHOLDS, Costs, Point, bound, eta, reach
+from bench.results import Row, record
+
+ARMS = {
+    1: "own synchronous loop, 1 GPU",
+    2: "own synchronous loop, 2 GPUs data-parallel",
+    3: "TRL GRPO, 2 GPUs colocated",
+    5: "ours asynchronous, 1 searcher + 1 trainer",
+}
+
+
+@dataclass(slots=True)
+class CountRun:
+    """One run of one arm."""
+
+    task: str
+    arm: int
+    seed: int
+    gpus: int
+    steps: list[tuple[float, float]]
+    """(seconds since generation began, evaluations left out; mean reward of the step's batch)"""
+    held_out: list[tuple[int, float, float]]
+    """(step, seconds, score)"""
+    variant: str = ""
+    """Names settings that differ from the job file's."""
+    settings: list[str] = field(default_factory=list)
+    costs: dict[str, float] | None = None
+    """Of arm 1: g, t, o in seconds and tau, see curves.Costs."""
+    facts: dict[str, object] = field(default_factory=dict)
+    """What else was measured: tokens a second, GPU busy, idle shares, staleness."""
+    machine: str = ""
+    date: str = ""
+    command: str = ""
+
+    @property
+    def key(self) -> tuple[str, int, int, str]:
+        """What a run is known by."""
+        return self.task, self.arm, self.seed, self.variant
+
+    @property
+    def points(self) -> list[Point]:
+        """The held-out curve."""
+        return [Point(*p) for p in self.held_out]
+
+    @property
+    def steps_per_second(self) -> float:
+        """After the first fifth, which holds every warm-up."""
+        skip = len(self.steps) // 5
+        (begun, _), (ended, _) = self.steps[skip], self.steps[-1]
+        return (len(self.steps) - 1 - skip) / (ended - begun)
+
+
+def read_runs(path: Path) -> list[CountRun]:
+    """All runs of a file, the newest of a key; none if there is no file."""
+    if not path.exists():
+        return []
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    runs = [CountRun(**{**r, "steps": [tuple(s) for s in r["steps"]], "held_out": [tuple(p) for p in r["held_out"]]})
+            for r in rows]  # fmt: skip
+    return list({run.key: run for run in runs}.values())
+
+
+def append_run(path: Path, run: CountRun) -> None:
+    """One more line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(asdict(run)) + "\n")
+
+
+def judge(runs: Sequence[CountRun]) -> list[Row]:
+    """Rows for docs/results: an arm's medians over its seeds, with the number of seeds."""
+    rows: list[Row] = []
+    groups: dict[tuple[str, int, str], list[CountRun]] = {}
+    for run in sorted(runs, key=lambda r: (r.task, r.arm, r.variant, r.seed)):
+        groups.setdefault((run.task, run.arm, run.variant), []).append(run)
+    for (task, arm, variant), found in groups.items():
+        name = f"{task}, {ARMS[arm]}{f' ({variant})' if variant else ''}"
+        peer = next((groups[task, a, ""] for a in (2, 1) if a != arm and (task, a, "") in groups), None)
+        rows += _speed(name, found, peer, groups.get((task, 1, "")) if arm == 5 else None)
+        rows += _thresholds(name, found, peer if arm == 5 else None)
+    return rows
+
+
+def _speed(name: str, runs: list[CountRun], peer: list[CountRun] | None, one_card: list[CountRun] | None) -> list[Row]:
+    rates = [r.steps_per_second for r in runs]
+    baseline, target, note = None, None, _seeds(runs)
+    if peer is not None:
+        baseline = (ARMS[peer[0].arm], statistics.median(r.steps_per_second for r in peer))
+    if one_card is not None:
+        costs = [Costs(**r.costs) for r in one_card if r.costs]
+        if costs:
+            limit = statistics.median(bound(c) for c in costs)
+            c = costs[0]
+            note += (
+                f"; g {c.generate:.2f} t {c.train:.2f} o {c.switch:.3f} s, tau {c.tail:.2f}: "
+                f"bound against two synchronous GPUs {limit:.2f}"
+            )
+            if peer is not None and peer[0].arm == 2:
+                target = f">= {0.9 * limit:.3f}"
+    facts = {k: v for k, v in runs[-1].facts.items() if isinstance(v, int | float | str | list)}
+    note += "; " + ", ".join(f"{k} {_short(v)}" for k, v in facts.items()) if facts else ""
+    return [_row(runs, f"{name}: steps/s", statistics.median(rates), "steps/s", rates, baseline, target, note)]
+
+
+def _thresholds(name: str, runs: list[CountRun], peer: list[CountRun] | None) -> list[Row]:
+    rows = []
+    for threshold in THRESHOLDS:
+        reached = [found for run in runs if (found := reach(run.points, threshold))]
+        if not reached:
+            continue
+        note = _seeds(runs) + (f"; {len(reached)} of {len(runs)} runs reached it" if len(reached) < len(runs) else "")
+        theirs = [found for run in peer or [] if (found := reach(run.points, threshold))]
+        seconds, steps = [s for _, s in reached], [n for n, _ in reached]
+        baseline = (ARMS[peer[0].arm], statistics.median(s for _, s in theirs)) if peer and theirs else None
+        rows.append(
+            _row(
+                runs,
+                f"{name}: seconds to {threshold:g}",
+                statistics.median(seconds),
+                "s",
+                seconds,
+                baseline,
+                None,
+                note,
+            )
+        )
+        if peer and theirs:
+            their_steps, our_steps = statistics.median(n for n, _ in theirs), statistics.median(steps)
+            told = f"{our_steps:.0f} steps, {ARMS[peer[0].arm]} {their_steps:.0f}"
+            value = eta(their_steps, our_steps)
+            rows.append(_row(runs, f"{name}: eta at {threshold:g}", value, "steps/steps", None, None, ">= 0.9", told))
+    ends = [run.held_out[-1][2] for run in runs if run.held_out]
+    if ends:
+        last = f"{_seeds(runs)}; after {min(r.held_out[-1][0] for r in runs if r.held_out)} steps or more"
+        rows.append(
+            _row(runs, f"{name}: held out at the end", statistics.median(ends), "pass@1", ends, None, None, last)
+        )
+    return rows
+
+
+def _row(
+    runs: list[CountRun],
+    metric: str,
+    value: float,
+    unit: str,
+    values: list[float] | None,
+    baseline: tuple[str, float] | None,
+    target: str | None,
+    note: str,
+) -> Row:
+    row = record(
+        "perf", "gpu_count", metric, value, unit, baseline=baseline, target=target, runs=values,
+        seeds=[r.seed for r in runs], command=runs[-1].command, note=note,
+    )  # fmt: skip
+    # Measured there and then, not where and when the table is made.
+    return replace(row, machine=runs[-1].machine, date=runs[-1].date)
+
+
+def _seeds(runs: list[CountRun]) -> str:
+    return f"n = {len(runs)}"
+
+
+def _short(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

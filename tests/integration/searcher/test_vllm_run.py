@@ -1,0 +1,69 @@
+"""Whole runs with searchers on the real vLLM: real processes, a real trainer that publishes while they generate."""
+
+import signal
+
+import pytest
+from support.processes import Cluster, cluster, job_for
+from support.vllm_models import save_small
+
+from tba.contracts.job import TBAJob
+from tba.contracts.keys import RUN
+from tba.contracts.records import Outcome, RunRecord, RunState, Trajectory
+from tba.shards import decode_shard
+
+TENSORS = 29  # of the model below, embeddings tied
+pytestmark = pytest.mark.timeout(900)
+
+
+def job(root, swap: str) -> TBAJob:
+    save_small(root / "small", tied=True)
+    made = job_for(
+        root,
+        f"file://{root}/store",
+        model={"uri": f"file://{root}/small", "maxModelLen": 64},
+        task={"sampling": {"maxTokens": 40}, "reward": {"name": "arithmetic"}},
+        objective={"totalSteps": 20},
+        buffer={"maxReplayRatio": 1.0},  # no end without rows of the second searcher
+        sync={"swap": swap},
+    ).model_dump(mode="json", by_alias=True)
+    engine = {"type": "vllm", "maxNumSeqs": 16, "extraArgs": {"kv_cache_memory_bytes": 2**26, "logprobsShare": 0.5}}
+    made["spec"]["searcher"]["engine"] = engine
+    return TBAJob.model_validate(made)
+
+
+def rows(run: Cluster) -> list[Trajectory]:
+    run_id = RunRecord.model_validate_json(run.store.get(RUN).data).run_id
+    batches = [decode_shard(run.store.get(key.path).data, run_id=run_id) for key in run.shards()]
+    return [batch.row(i) for batch in batches for i in range(len(batch))]
+
+
+def finish(run: Cluster) -> list[Trajectory]:
+    """Rows of the whole run."""
+    run.wait_for(lambda latest: latest.state is RunState.COMPLETE, timeout_seconds=400)
+    return rows(run)
+
+
+def test_a_searcher_killed_between_two_tensors_is_replaced_and_swaps_happen_within_responses(tmp_path):
+    with cluster(tmp_path, job(tmp_path, "InFlight")) as run:
+        trainer = run.trainer()
+        first = run.searcher("searcher-0", f"engine.between_tensors=kill:{TENSORS + 10}")  # in its first swap
+        assert first.wait(400) == -signal.SIGKILL, run.tail()
+        before = len(rows(run))
+        run.searcher("searcher-0")
+        found = finish(run)
+        assert trainer.wait(60) == 0
+        assert len(found) > before
+        assert all(row.outcome is not Outcome.FAILED for row in found)
+        assert any(len(row.spans) > 1 for row in found)
+        assert {row.sampler_logprobs is None for row in found} == {True, False}
+        assert max(span.version for row in found for span in row.spans) > 1
+
+
+def test_between_batches_every_response_is_one_policys(tmp_path):
+    with cluster(tmp_path, job(tmp_path, "BetweenBatches")) as run:
+        run.trainer()
+        searcher = run.searcher()
+        found = finish(run)
+        assert all(len(row.spans) == 1 for row in found)
+        assert len({row.spans[0].version for row in found}) > 2
+        assert run.stop(searcher) == [143], run.tail()

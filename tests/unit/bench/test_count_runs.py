@@ -1,0 +1,107 @@
+"""What follows from recorded runs: thresholds, eta, the bound, and that a run is kept once."""
+
+import json
+
+import pytest
+from bench.gpu.count_runs import CountRun, append_run, judge, read_runs
+from bench.gpu.curves import Costs, Point, bound, eta, reach
+from hypothesis import given
+from hypothesis import strategies as st
+
+seconds = st.floats(0.01, 100)
+
+
+def run(arm: int, seed: int = 0, *, speed: float = 1.0, variant: str = "", **more) -> CountRun:
+    """Ten steps a score of .05, from .3, `speed` steps a second."""
+    return CountRun(
+        task="count",
+        arm=arm,
+        seed=seed,
+        gpus=2,
+        variant=variant,
+        steps=[((i + 1) / speed, 0.3) for i in range(100)],
+        held_out=[(s, s / speed, 0.3 + 0.005 * s) for s in range(0, 101, 10)],
+        machine="there",
+        date="2026-01-01",
+        command="python bench.py",
+        **more,
+    )
+
+
+def test_the_bound_is_that_of_the_measured_example():
+    """bench.md §3: g 1.0, t 0.8, o .03 give .92 without a tail; 1.3 needs a tail of about 1.8."""
+    assert bound(Costs(1.0, 0.8, 0.03, 1.0)) == pytest.approx(0.915)
+    assert bound(Costs(1.0, 0.8, 0.03, 1.77)) == pytest.approx(1.3)
+
+
+@given(seconds, seconds, seconds, st.floats(1, 10), st.floats(1.01, 3))
+def test_the_bound_rises_with_the_tail_and_is_best_in_balance(g, t, o, tau, more):
+    assert bound(Costs(g, t, o, tau * more)) > bound(Costs(g, t, o, tau))
+    even = (g + t) / 2
+    assert bound(Costs(even, even, o, 1.0)) >= bound(Costs(g, t, o, 1.0)) * (1 - 1e-9)
+
+
+def test_a_threshold_between_two_evaluations_is_reached_between_them():
+    points = [Point(0, 0.0, 0.3), Point(10, 20.0, 0.5), Point(20, 30.0, 0.7)]
+    assert reach(points, 0.4) == pytest.approx((5, 10))
+    assert reach(points, 0.5) == pytest.approx((10, 20))
+    assert reach(points, 0.6) == pytest.approx((15, 25))
+    assert reach(points, 0.3) == (0, 0.0)
+    assert reach(points, 0.71) is None
+    assert reach([], 0.1) is None
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=20), st.floats(0, 1))
+def test_a_threshold_is_reached_at_the_first_score_that_is_high_enough(scores, threshold):
+    points = [Point(10 * i, 7.0 * i, s) for i, s in enumerate(scores)]
+    found = reach(points, threshold)
+    above = [i for i, s in enumerate(scores) if s >= threshold]
+    assert (found is None) == (not above)
+    if found:
+        first = above[0]
+        assert 10 * max(0, first - 1) <= found[0] <= 10 * first
+        assert found[1] == pytest.approx(0.7 * found[0])
+
+
+def test_eta_is_below_one_where_ours_needs_more_steps():
+    assert eta(40, 50) == 0.8
+
+
+def test_a_run_that_was_asked_for_twice_counts_once_and_the_newer_one(tmp_path):
+    file = tmp_path / "deep" / "runs.jsonl"
+    for speed in (1.0, 2.0):
+        append_run(file, run(5, speed=speed))
+    append_run(file, run(5, 1))
+    append_run(file, run(5, variant="other"))
+    runs = read_runs(file)
+    assert len(runs) == 3
+    assert {r.key: r.steps_per_second for r in runs}["count", 5, 0, ""] == pytest.approx(2.0)
+    assert read_runs(tmp_path / "none.jsonl") == []
+
+
+def test_rows_compare_with_two_synchronous_gpus_and_keep_where_they_were_measured():
+    costs = {"generate": 1.0, "train": 0.8, "switch": 0.03, "tail": 2.0}
+    rows = judge([run(1, speed=0.6, costs=costs), run(2, speed=1.0), run(5, 0, speed=1.5), run(5, 1, speed=1.7)])
+    by_metric = {r.metric: r for r in rows}
+    speed = next(r for m, r in by_metric.items() if "asynchronous" in m and m.endswith("steps/s"))
+    assert speed.value == pytest.approx(1.6) and speed.seeds == [0, 1]
+    assert speed.ratio == pytest.approx(1.6) and speed.baseline and "2 GPUs" in str(speed.baseline["name"])
+    limit = (2.0 * 1.0 + 0.8 + 0.03) / 2
+    assert speed.target == f">= {0.9 * limit:.3f}" and speed.met is True
+    assert f"{limit:.2f}" in speed.note
+    time_to = next(r for m, r in by_metric.items() if "asynchronous" in m and m.endswith("seconds to 0.6"))
+    assert time_to.baseline and time_to.baseline["value"] == pytest.approx(60.0)
+    assert {r.machine for r in rows} == {"there"} and {r.date for r in rows} == {"2026-01-01"}
+    eta_row = next(r for m, r in by_metric.items() if "eta at 0.6" in m)
+    assert eta_row.value == pytest.approx(1.0)
+
+
+def test_a_run_that_never_gets_there_is_told_and_not_dropped(tmp_path):
+    low = run(5, 1)
+    low.held_out = [(0, 0.0, 0.3), (10, 10.0, 0.31)]
+    rows = judge([run(5, 0), low])
+    row = next(r for r in rows if r.metric.endswith("seconds to 0.5"))
+    assert "1 of 2 runs reached it" in row.note and row.runs == [pytest.approx(40.0)]
+    file = tmp_path / "runs.jsonl"
+    append_run(file, low)
+    assert json.loads(file.read_text())["held_out"] == [[0, 0.0, 0.3], [10, 10.0, 0.31]]

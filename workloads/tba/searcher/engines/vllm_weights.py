@@ -1,0 +1,174 @@
+"""Runs inside vLLM's workers: fills their model from a snapshot's tensors, in place and in names of the checkpoint.
+
+    tensors ─► CUDA, plain layers ─► model.load_weights: copies into the tensors that kernels and CUDA graphs use
+            └► anything else ─────► layerwise reload: each layer as at its first load, processed, copied over the old
+
+`WeightLoader` becomes a base of vLLM's worker class (`worker_extension_cls`), in worker processes too.
+Docs: docs/decisions/0019-vllm-engine.md says why not the weight-transfer API.
+"""
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tba.failpoints import failpoint
+
+_ALIGNMENT = 64
+_PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
+"""What vLLM calls layers whose kernels use the checkpoint's tensors as they are (on CUDA)."""
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTensors:
+    """Tensors in a file that processes of one host map: names, dtypes, shapes and places."""
+
+    path: str
+    num_bytes: int
+    entries: dict[str, tuple[torch.dtype, tuple[int, ...], int]] = field(default_factory=dict)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Views of the file."""
+        flat = torch.from_file(self.path, shared=True, size=self.num_bytes, dtype=torch.uint8)
+        found = {}
+        for name, (dtype, shape, begin) in self.entries.items():
+            size = torch.Size(shape).numel() * dtype.itemsize
+            found[name] = flat[begin : begin + size].view(dtype).view(shape)
+        return found
+
+
+class SharedWeights:
+    """Keeps one file for the weights of one engine: pages that exist are filled several times faster than new ones."""
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self._layout: SharedTensors | None = None
+
+    def put(self, tensors: Mapping[str, Tensor]) -> SharedTensors:
+        """Copy `tensors` to where workers see them."""
+        entries, end = {}, 0
+        for name, tensor in tensors.items():
+            entries[name] = (tensor.dtype, tuple(tensor.shape), end)
+            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if self._layout is None or self._layout.entries != entries:
+            self.close()
+            self._folder = Path(tempfile.mkdtemp(prefix="tba-weights-", dir=_place(end)))
+            self._layout = SharedTensors(str(self._folder / "weights"), end, entries)
+        for name, target in self._layout.tensors().items():
+            target.copy_(tensors[name])
+        return self._layout
+
+    def close(self) -> None:
+        """Remove the file; who maps it keeps it."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder = self._layout = None
+
+
+def _place(num_bytes: int) -> Path | None:
+    """Shared memory if it has the room (a container's is 64 MB unless it asked for more), else the temporary folder."""
+    with suppress(OSError):
+        if shutil.disk_usage(_SHARED_MEMORY).free > num_bytes:
+            return _SHARED_MEMORY
+    return None
+
+
+class WeightLoader:
+    """Methods for `collective_rpc`; `self` is vLLM's worker."""
+
+    def tba_load_weights(self, source: Mapping[str, Tensor] | SharedTensors) -> None:
+        """Replace every weight. No batch may be running.
+
+        Raises: RuntimeError if a weight of the model was not among them; whatever vLLM raises. Call it again with
+        whole weights then: the model is a mixture.
+        """
+        worker: Any = self
+        tensors = source.tensors() if isinstance(source, SharedTensors) else source
+        model = worker.get_model()
+        if worker.device.type == "cuda":
+            if is_plain(model):
+                load_in_place(model, _stream(tensors, worker.device))
+            else:
+                load_by_layer(model, worker.model_config, _stream(tensors, worker.device))
+            torch.cuda.synchronize()
+        else:
+            load_by_layer(model, worker.model_config, _stream(tensors, worker.device))
+            _repack_embeddings(model)
+
+
+def _stream(tensors: Mapping[str, Tensor], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors.items():
+        failpoint("engine.between_tensors")
+        # A copy of the whole tensor from pinned memory does not wait: the next one is prepared meanwhile.
+        if device.type == "cuda" and tensor.is_pinned():
+            tensor = tensor.to(device, non_blocking=True)
+        yield name, tensor
+
+
+def is_plain(model: torch.nn.Module) -> bool:
+    """Whether kernels use every weight as the checkpoint has it: no quantised, expert or latent-attention layer."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and type(method).__name__ not in _PLAIN_METHODS:
+            return False
+        if type(module).__name__.startswith("MLA") or "MoE" in type(module).__name__:
+            return False
+    return True
+
+
+def load_in_place(model: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
+    """Copy weights into the model's own parameters."""
+    wanted = {name for name, _ in model.named_parameters()}
+    _check_complete(wanted, model.load_weights(weights))
+
+
+def load_by_layer(model: Any, model_config: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
+    """Load layers whose kernels hold another form of the weights."""
+    from vllm.model_executor.model_loader import reload
+
+    # It warns of layers without weights, such as rotary embeddings; what is missing is found out below.
+    logging.getLogger(f"{reload.__name__}.layerwise").setLevel(logging.ERROR)
+    wanted = {name for name, _ in model.named_parameters()}  # a tied output layer is none of them
+    reload.initialize_layerwise_reload(model)
+    try:
+        wanted &= {name for name, _ in model.named_parameters()}
+        _check_complete(wanted, model.load_weights(weights))
+    except BaseException:
+        _abandon_reload(model)
+        raise
+    reload.finalize_layerwise_reload(model, model_config)
+
+
+def _abandon_reload(model: torch.nn.Module) -> None:
+    """Back to kernels' tensors in every layer that was not finished, or the next reload counts this one's too."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load():
+            if info.kernel_tensors is not None:
+                layerwise._place_kernel_tensors(layer, info)
+            info.reset()
+    layerwise.LOADING_LAYERS.clear()
+
+
+def _repack_embeddings(model: Any) -> None:
+    """On CPUs a tied output layer multiplies with a packed copy of the embedding, which a reload leaves as it was."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def _check_complete(wanted: set[str], loaded: set[str] | None) -> None:
+    if loaded is not None and (missing := sorted(wanted - loaded)):
+        raise RuntimeError(f"vLLM's model has weights that the snapshot did not fill: {missing[:3]}")

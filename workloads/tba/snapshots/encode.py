@@ -1,0 +1,110 @@
+"""Makes a delta of two sets of host tensors, in a pool of threads.
+
+base tensors, new tensors ─► blob a tensor (delta.py) + hash of the new bytes ─► too large? then none
+                                                   └─► files of ≤ max_file_bytes: safetensors of U8 blobs
+"""
+
+import os
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tba.contracts.errors import CorruptObject
+from tba.contracts.records import SnapshotManifest, TensorEntry
+from tba.hashing import xxh3_128
+from tba.snapshots import delta
+from tba.snapshots.layout import dtype_name
+from tba.snapshots.manifest import weights_hash
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Base:
+    """Published weights that a delta can build on. The tensors must not change as long as this lives."""
+
+    key: str  # of the manifest
+    manifest: SnapshotManifest
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedDelta:
+    """A delta in memory, ready to be written."""
+
+    base: str
+    base_hash: str
+    depth: int
+    blobs: dict[str, Tensor]  # name -> (bytes,) uint8
+    tensors: list[TensorEntry]  # `file` is left empty
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all blobs."""
+        return sum(blob.nbytes for blob in self.blobs.values())
+
+
+def encode_delta(
+    base: Base, tensors: Mapping[str, Tensor], *, max_bytes: float, num_threads: int | None = None
+) -> EncodedDelta | None:
+    """The difference of `tensors` from `base`; None if it takes more than `max_bytes`, or names or shapes changed.
+
+    Holds at most `max_bytes` and a few MB a thread beside the tensors. Raises: CorruptObject if the base's tensors are
+    not what was published any more: whoever builds on them would be misled.
+    """
+    old = {t.name: t for t in base.manifest.tensors}
+    if {n: (dtype_name(t.dtype), list(t.shape)) for n, t in tensors.items()} != {
+        n: (t.dtype, t.shape) for n, t in old.items()
+    }:
+        return None
+    lock, too_large = threading.Lock(), threading.Event()
+    total = 0
+
+    def one(name: str) -> tuple[bytearray, str]:
+        nonlocal total
+        if too_large.is_set():
+            return bytearray(), ""
+        before, after = tensor_bytes(base.tensors[name]), tensor_bytes(tensors[name])
+        if xxh3_128(before.data) != old[name].hash:
+            raise CorruptObject(f"{name} of {base.key} has changed in memory since it was published")
+        blob = delta.encode(before.data, after.data, tensors[name].itemsize)
+        with lock:
+            total += len(blob)
+            if total > max_bytes:
+                too_large.set()
+        return blob, xxh3_128(after.data) if blob else old[name].hash
+
+    with ThreadPoolExecutor(num_threads or codec_threads(), thread_name_prefix="delta-encode") as pool:
+        names = sorted(tensors, key=lambda name: (-tensors[name].nbytes, name))  # the largest must not come last
+        made = dict(zip(names, pool.map(one, names), strict=True))
+    if too_large.is_set():
+        return None
+    return EncodedDelta(
+        base=base.key,
+        base_hash=weights_hash(base.manifest),
+        depth=base.manifest.depth + 1,
+        blobs={name: _as_tensor(made[name][0]) for name in sorted(made)},
+        tensors=[
+            TensorEntry(name=n, dtype=old[n].dtype, shape=old[n].shape, file="", hash=made[n][1]) for n in sorted(made)
+        ],
+    )
+
+
+def codec_threads() -> int:
+    """Half of the cores this process may use: it encodes beside a training step, and decodes beside generation."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) // 2))
+
+
+def tensor_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
+    """The bytes of a host tensor in row order, (nbytes,) uint8; a view if the tensor is contiguous."""
+    flat: Any = tensor.detach().reshape(-1)
+    return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+
+
+def _as_tensor(blob: bytearray) -> Tensor:
+    return torch.frombuffer(blob, dtype=torch.uint8) if blob else torch.empty(0, dtype=torch.uint8)

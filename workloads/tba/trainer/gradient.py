@@ -1,0 +1,210 @@
+"""The gradient of one batch: log-probabilities of its groups, their objective, backward; nothing waits for a GPU.
+
+```
+plan ─► reference log-probs (cached, or scored here) ─► micro-batches of whole groups ─► objective ─► backward
+                                                              results stay on the device until `collect`
+```
+P prompts (groups) a batch, K responses a group, G groups a micro-batch. With several ranks each runs the micro-batches
+of its own groups; `plan`, (P, K) inputs and the division by P are those of the whole batch.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tba.contracts.config import Objective
+from tba.objectives.trajectory_balance import Loss, ratio_weights
+from tba.scoring import to_device
+from tba.trainer.batch import MicroBatch
+from tba.trainer.buffer import ReplayBuffer
+from tba.trainer.collate import Collator, Work
+from tba.trainer.model import Policy
+from tba.trainer.sampling import BatchPlan
+from tba.trainer.stopwatch import Stopwatch
+
+ObjectiveFn = Callable[..., Loss]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gathered:
+    """What a batch gave, on the host; (P, K) float32."""
+
+    logprobs: np.ndarray
+    reference: np.ndarray
+    weights: np.ndarray  # multiplicity x ratio weight; 0 = empty slot
+    log_z: np.ndarray  # (P,)
+    loss: float
+    trained_tokens: int
+    scored_tokens: int
+
+
+class BatchGradient:
+    """Adds the gradient of one batch's loss to the policy's master weights."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        buffer: ReplayBuffer,
+        collator: Collator,
+        plan: BatchPlan,
+        *,
+        objective: Objective,
+        loss: ObjectiveFn,
+        beta: float,
+        stopwatch: Stopwatch,
+    ) -> None:
+        self._policy = policy
+        self._buffer = buffer
+        self._collator = collator
+        self._plan = plan
+        self._loss_of = loss
+        self._beta = beta
+        self._stopwatch = stopwatch
+        self._scale = objective.loss_scale.lower()
+        self._alpha = float(objective.parameters.get("ratioAlpha", 0.0))
+        self._clip = float(objective.parameters.get("ratioClip", 1.0))
+        used = plan.weights > 0
+        self._used = used
+        self.rewards = np.where(used, buffer.rewards(plan.rows), 0.0).astype(np.float32)  # (P, K)
+        self._mu = np.where(used, buffer.mu_logprobs(plan.rows), np.nan).astype(np.float32)
+        device = policy.device
+        self._rewards, self._weights, self._old = (
+            to_device(a, device) for a in (self.rewards, plan.weights.astype(np.float32), self._mu)
+        )
+        self._reference = torch.zeros(0, device=device)
+        self._logprobs = torch.zeros(plan.rows.shape, device=device)  # (P, K)
+        self._used_weights = torch.zeros(plan.rows.shape, device=device)
+        self._log_z = torch.zeros(len(plan.rows), device=device)  # (P,)
+        self._loss = torch.zeros((), dtype=torch.float64, device=device)
+        self._fresh: list[tuple[np.ndarray, Tensor]] = []
+        self._trained_tokens = self._scored_tokens = 0
+
+    def run(self, budget_tokens: int) -> None:
+        """Score what the reference has not scored yet, then forward and backward of every group."""
+        self.score_reference(budget_tokens)
+        self.backward(self._collator.micro_batches(self._plan, budget_tokens))
+
+    def score_reference(self, budget_tokens: int) -> None:
+        """Reference log-probabilities of all rows: cached ones, and new ones by large passes without gradients."""
+        rows = np.unique(self._plan.rows[self._used])
+        missing = rows[np.isnan(self._buffer.ref_logprobs(rows))]
+        chunks = self._collator.reference_chunks(missing, budget_tokens)
+        ahead = self._collator.rows_ahead(chunks)
+        with ExitStack() as stack:
+            if chunks:
+                with self._stopwatch("reference"):
+                    stack.enter_context(self._policy.reference_present())
+            for chunk in chunks:
+                with self._stopwatch("collate"):
+                    packed = next(ahead)
+                with self._stopwatch("reference"):
+                    self._fresh.append((chunk, self._policy.reference_logprobs(packed)))
+                self._scored_tokens += packed.num_tokens
+        known = np.where(self._used, self._buffer.ref_logprobs(self._plan.rows), 0.0).astype(np.float32)
+        device = self._policy.device
+        self._reference = to_device(np.nan_to_num(known, nan=0.0), device)
+        if self._fresh:
+            scored = np.concatenate([chunk for chunk, _ in self._fresh])
+            order = np.argsort(scored)
+            slots = np.flatnonzero(np.isnan(known).ravel())
+            taken = order[np.searchsorted(scored[order], self._plan.rows.ravel()[slots])]
+            values = torch.cat([value for _, value in self._fresh])[to_device(taken, device)]
+            self._reference.view(-1).index_copy_(0, to_device(slots, device), values)
+
+    def backward(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Forward and backward of these groups."""
+        ahead = self._collator.work_ahead(self._plan, micro_batches)
+        for _ in micro_batches:
+            with self._stopwatch("collate"):
+                work = next(ahead)
+            with self._stopwatch("forward_backward"):
+                if len(work.pieces) == 1:
+                    self._whole(work)
+                else:
+                    self._in_pieces(work)
+            self._trained_tokens += work.num_tokens
+
+    def collect(self) -> Callable[[], Gathered]:
+        """Start to copy the results to the host; the function returned waits for them and caches what rows keep."""
+        scored = [values for _, values in self._fresh]
+        parts = [self._logprobs, self._reference, self._used_weights, self._log_z, self._loss.float(), *scored]
+        flat = torch.cat([part.detach().reshape(-1) for part in parts]).to("cpu", non_blocking=True)
+        copied = None
+        if self._policy.device.type == "cuda":
+            copied = torch.cuda.Event()
+            copied.record()
+
+        def wait() -> Gathered:
+            if copied is not None:
+                copied.synchronize()
+            return self._unpack(flat.numpy())
+
+        return wait
+
+    # -- private
+
+    def _whole(self, work: Work) -> None:
+        (piece,) = work.pieces
+        flat = self._policy.policy_logprobs(piece.rows, grad=True)  # (B,)
+        self._objective_of(work, self._table(work).index_put((piece.slots,), flat)).backward()
+
+    def _in_pieces(self, work: Work) -> None:
+        """Two passes: log-probabilities without gradients, then the backward pass in any split (system.md §5)."""
+        table = self._table(work)
+        for piece in work.pieces:
+            table[piece.slots] = self._policy.policy_logprobs(piece.rows, grad=False)
+        table.requires_grad_()
+        self._objective_of(work, table).backward()
+        assert table.grad is not None
+        for piece in work.pieces:
+            share = table.grad[piece.slots]
+            (share * self._policy.policy_logprobs(piece.rows, grad=True)).sum().backward()
+
+    def _table(self, work: Work) -> Tensor:
+        """Zeros for the (G, K) log-probabilities of a micro-batch, flat."""
+        return torch.zeros(len(work.groups) * self._plan.rows.shape[1], device=self._policy.device)
+
+    def _objective_of(self, work: Work, table: Tensor) -> Tensor:
+        """This micro-batch's share of the batch's loss; its results go to their groups."""
+        logprobs = table.view(len(work.groups), -1)  # (G, K)
+        weights = self._weigh(work.groups, logprobs)
+        result = self._loss_of(
+            logprobs,
+            self._reference[work.groups],
+            self._rewards[work.groups],
+            beta=self._beta,
+            weights=weights,
+            scale=self._scale,
+        )
+        loss = result.loss * (len(work.groups) / len(self._plan.rows))
+        self._loss += loss.detach()
+        self._logprobs.index_copy_(0, work.groups, logprobs.detach())
+        self._used_weights.index_copy_(0, work.groups, weights)
+        self._log_z.index_copy_(0, work.groups, result.log_z)
+        return loss
+
+    def _weigh(self, groups: Tensor, logprobs: Tensor) -> Tensor:
+        """Multiplicities times ratio weights; a row's first use defines its μ, hence has ratio 1."""
+        weights, old = self._weights[groups], self._old[groups]
+        if self._alpha == 0.0:
+            return weights
+        ratio = ratio_weights(logprobs, old, alpha=self._alpha, clip=self._clip)
+        return weights * torch.where(old.isnan(), min(1.0, self._clip), ratio)
+
+    def _unpack(self, flat: np.ndarray) -> Gathered:
+        shape = self._plan.rows.shape
+        size = shape[0] * shape[1]
+        logprobs, reference, weights = (flat[i * size : (i + 1) * size].reshape(shape).copy() for i in range(3))
+        log_z, (loss,) = flat[3 * size : 3 * size + shape[0]].copy(), flat[3 * size + shape[0] :][:1]
+        start = 3 * size + shape[0] + 1
+        for rows, _ in self._fresh:
+            self._buffer.set_ref_logprobs(rows, flat[start : start + len(rows)])
+            start += len(rows)
+        if self._alpha != 0.0:
+            first = self._used & np.isnan(self._mu)
+            self._buffer.set_mu_logprobs(self._plan.rows[first], logprobs[first])
+        return Gathered(logprobs, reference, weights, log_z, float(loss), self._trained_tokens, self._scored_tokens)
