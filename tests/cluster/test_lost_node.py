@@ -29,8 +29,8 @@ def move_operator(stack: Stack, node: str) -> None:
 
 
 @pytest.fixture
-def victim(cluster: KubeCluster, stack, base) -> Iterator[str]:
-    """A node without storage and operator, the only one that takes pods; started again at the end."""
+def victim(cluster: KubeCluster, stack, base, namespace) -> Iterator[str]:
+    """A node without storage and operator, the only one that takes pods; started again before the namespace goes."""
     (storage,) = cluster.get("-n", "minio", "pods")["items"]
     names = {node["metadata"]["name"] for node in cluster.get("nodes")["items"]}
     (name,) = names - {node_of(storage)}

@@ -18,9 +18,10 @@ from tba.trainer.learner import Learner
 from tba.trainer.memory import layers_of, set_checkpointing
 from tba.trainer.model import Policy
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="NO GPU: the trainer's CUDA paths are untested here"
-)
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="NO GPU: the trainer's CUDA paths are untested here"),
+    pytest.mark.filterwarnings("ignore"),  # those of torch's own compiler
+]
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "initializer_range": 0.1}
 
 

@@ -17,6 +17,7 @@ from tba.contracts.runfile import RunFile, read_run_file
 from tba.flops import peak_flops
 from tba.gate import Gate, die_with_trainer
 from tba.gpus import gpu_model
+from tba.interpreter import favour_the_loop
 from tba.live import LiveSettings
 from tba.log import DATA_AWAITED, PROCESS_STARTED, SIGNAL_RECEIVED, bind, configure, log
 from tba.prompts import PromptWalk, load_prompt_set
@@ -70,6 +71,7 @@ def run_searcher(options: SearcherOptions) -> int:
     if not is_searcher_name(options.name):
         raise UserError(f"--name must be lower-case letters, digits and '-', at most 63, got {options.name!r}")
     run_file = read_run_file(options.config_dir) if options.config_dir is not None else None
+    favour_the_loop()
     configure(role="searcher", run=run_file.name if run_file else options.storage)
     bind(searcher=options.name)
     live = LiveSettings(options.config_dir, _defaults(options.storage))

@@ -96,8 +96,8 @@ def encode_delta(
 
 
 def codec_threads() -> int:
-    """Half of the cores this process may use: it encodes beside a training step, and decodes beside generation."""
-    return max(1, min(8, len(os.sched_getaffinity(0)) // 2))
+    """Few: they work beside a training step or beside generation, and each wants the interpreter too."""
+    return max(1, min(4, len(os.sched_getaffinity(0)) // 4))
 
 
 def tensor_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:

@@ -13,6 +13,7 @@ import torch
 from tba import last_words, telemetry, trace
 from tba.contracts.errors import UserError
 from tba.contracts.runfile import read_run_file
+from tba.interpreter import favour_the_loop
 from tba.live import LiveSettings
 from tba.log import RUN_FINISHED, SIGNAL_RECEIVED, configure, log
 from tba.relocation import following
@@ -51,6 +52,7 @@ def run_trainer(options: TrainerOptions) -> int:
     """
     run = read_run_file(options.config_dir)
     live = LiveSettings(options.config_dir)
+    favour_the_loop()
     configure(role="trainer", run=run.name, file=options.log_file)
     if options.threads is not None:
         torch.set_num_threads(options.threads)

@@ -115,11 +115,15 @@ class Policy:
     def stage(self) -> dict[str, Tensor]:
         """Host copies, parameters in the published dtype, apart from the live weights from now on."""
         parameters = {name for name, _ in self.model.named_parameters()}
+        on_gpu = self.device.type == "cuda"
         staged: dict[str, Tensor] = {}
         for name, tensor in weight_tensors(self.model).items():
             # A buffer is no weight: a cast may ruin it (a table of frequencies), and training does not cast it either.
             dtype = self.publish_dtype if name in parameters else tensor.dtype
-            staged[name] = tensor.detach().to(dtype).to("cpu", copy=dtype == tensor.dtype)
+            staged[name] = torch.empty(tensor.shape, dtype=dtype, pin_memory=on_gpu)
+            staged[name].copy_(tensor.detach().to(dtype), non_blocking=True)
+        if on_gpu:  # pinned: all copies are queued, and waited for once
+            torch.cuda.current_stream(self.device).synchronize()
         return staged
 
     def master_state(self) -> dict[str, Tensor]:
