@@ -234,7 +234,8 @@ def _why_none(job: Job, found: Findings) -> str:
         return "The job is over"
     if not found.running:
         return _stopped(job)[1]
-    return found.clamped or "spec.searcher.replicas is 0: the trainer has no fresh data"
+    source = "its own searcher's data alone" if job.spec.trainer.colocated_searcher.enabled is True else "no fresh data"
+    return found.clamped or f"spec.searcher.replicas is 0: the trainer has {source}"
 
 
 def _stopped(job: Job) -> tuple[str, str]:
