@@ -4,7 +4,11 @@ import sys
 import tomllib
 from pathlib import Path
 
-EXTRAS = {"trainer": ("trainer", "cli", "report"), "searcher": ("searcher", "vllm", "cli")}
+EXTRAS = {
+    "trainer": ("trainer", "cli", "report"),
+    # And the trainer's: it is the image of a trainer with an engine of its own (trainer.colocatedSearcher).
+    "searcher": ("searcher", "vllm", "cli", "trainer", "report"),
+}
 PROJECT = Path(__file__).parent.parent / "pyproject.toml"
 
 

@@ -41,7 +41,7 @@ _REFINED: dict[tuple[str, str], dict[str, Any]] = {
             },
         },
     },
-    ("ColocatedSearcher", "enabled"): {_OPAQUE: True, "enum": ["auto", False]},
+    ("ColocatedSearcher", "enabled"): {_OPAQUE: True, "enum": ["auto", True, False]},
 }
 _COLUMNS = (
     ("Phase", "string", ".status.phase", 0),

@@ -58,7 +58,14 @@ def settings_of(job: Job, role: Role) -> Trainer | Searcher:
 
 def image_of(job: Job, role: Role, images: Images) -> str | None:
     """The job's own image, else the resolved default."""
-    return settings_of(job, role).image or (images.trainer if role == "trainer" else images.searcher)
+    if role == "trainer" and not brings_engine(job):
+        return job.spec.trainer.image or images.trainer
+    return settings_of(job, role).image or images.searcher  # which can do both
+
+
+def brings_engine(job: Job) -> bool:
+    """Whether the trainer's pod runs a searcher too, with an engine that the trainer's image does not have."""
+    return job.spec.trainer.colocated_searcher.enabled is True and job.spec.searcher.engine.type == "vllm"
 
 
 def engine_settings(job: Job) -> dict[str, Any]:

@@ -252,6 +252,8 @@ def _trainer_env(job: Job) -> list[dict[str, Any]]:
         env.append(_value("TBA_CONFIG_MAPS_DIR", CONFIG_MAPS_DIR))
     if data_claims(job):
         env.append(_value("TBA_PVC_DIR", PVC_DIR))
+    if (ranks := gpus_of(job, "trainer")) > 1:
+        env.append(_value("TBA_TRAINER_RANKS", str(ranks)))
     return env
 
 

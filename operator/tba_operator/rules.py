@@ -309,14 +309,24 @@ _RELEASE = (
         remedy="the trainer runs in one pod",
     ),
     Rule(
-        id="release-one-gpu",
+        id="release-lora-one-rank",
+        model=JobSpec,
+        field="trainer.gpusPerNode",
+        holds="!has(self.model.lora) || !has(self.trainer.gpusPerNode) || self.trainer.gpusPerNode <= 1",
+        what="model.lora trains on one GPU in this release",
+        got="gpusPerNode %d",
+        of=("self.trainer.gpusPerNode",),
+        remedy="set trainer.gpusPerNode: 1, or remove model.lora",
+    ),
+    Rule(
+        id="release-plain-ranks",
         model=Trainer,
         field="gpusPerNode",
-        holds="!has(self.gpusPerNode) || self.gpusPerNode <= 1",
-        what="gpusPerNode must be 0 or 1 in this release",
+        holds="!has(self.gpusPerNode) || self.gpusPerNode <= 1 || !(self.compile || self.offloadReference)",
+        what="gpusPerNode > 1 goes with neither compile nor offloadReference",
         got="%d",
         of=("self.gpusPerNode",),
-        remedy="the trainer is one process on one GPU",
+        remedy="set both to false, or gpusPerNode: 1",
     ),
 )
 

@@ -236,6 +236,8 @@ def _why_none(job: Job, observed: Observed, found: Findings) -> str:
         return _stopped(job)[1]
     if found.clamped:
         return found.clamped
+    if job.spec.trainer.colocated_searcher.enabled is True:
+        return "spec.searcher.replicas is 0: the trainer has its own searcher's data alone"
     said = attempts.voice(observed, found.course.pod)
     if said is not None and said.state == "Evaluating":
         wait = f"waits up to {job.spec.sync.stall_timeout_seconds:g} s (sync.stallTimeoutSeconds)"

@@ -149,7 +149,7 @@ def test_a_misspelt_field_is_named(api, patch, field):
         (spec(searcher={"replicas": 5000}), "spec.searcher.replicas in body should be less than or equal to 4096"),
         (spec(storage={"uri": "gs://b"}), "spec.storage.uri in body should match '^(s3|file)://.+'"),
         (spec(managedBy="someone"), 'supported values: "tba.dev/tbajob-controller"'),
-        (spec(trainer={"colocatedSearcher": {"enabled": True}}), 'supported values: "auto", "false"'),
+        (spec(trainer={"colocatedSearcher": {"enabled": "yes"}}), 'supported values: "auto", "true", "false"'),
         (spec(trainer={"resources": {"limits": {"cpu": "many"}}}), "spec.trainer.resources.limits.cpu"),
         (spec(trainer={"resources": {"limits": {"cpu": -1}}}), "spec.trainer.resources.limits.cpu"),
         (spec(trainer={"env": [{"value": "1"}]}), "spec.trainer.env[0].name: Required value"),

@@ -4,6 +4,8 @@ bfloat16 differs from float32 by more than any bound worth testing, so each comp
 bfloat16 is from transformers' float32 on the same tokens.
 """
 
+import time
+
 import pytest
 import torch
 from bench.gpu.weights import in_memory_snapshot, load, staged
@@ -158,3 +160,37 @@ def test_after_a_swap_there_and_back_probabilities_are_right_again(engine, sourc
     engine.load(first)
     ours, theirs = distances(first, ask(engine, prompts(source, 32), together=True))
     assert ours <= 2 * theirs
+
+
+def test_a_sleep_that_frees_memory_keeps_what_is_in_flight(source, first, second):
+    """As a colocated searcher does it for its trainer (trainer.colocatedSearcher.freeMemory)."""
+    settings = Engine(
+        type="vllm", max_num_seqs=32, gpu_memory_utilization=0.2,
+        extra_args={"logprobsShare": 1.0, "enable_sleep_mode": True},
+    )  # fmt: skip
+    made = build(settings, model=Model(uri="file:///m", dtype="bfloat16", max_model_len=MAX_MODEL_LEN))
+    made.load(first)
+    try:
+        wanted = prompts(source, 32)
+        for number, tokens in enumerate(wanted):
+            made.submit(Request(number, tokens, MAX_TOKENS, 1.0, False, 11 + number))
+        done = [r for _ in range(20) for r in made.step()]
+        began = time.perf_counter()
+        before = torch.cuda.mem_get_info()[0]
+        made.sleep(free_memory=True)
+        slept = time.perf_counter()
+        free, total = torch.cuda.mem_get_info()
+        made.wake()
+        woken = time.perf_counter()
+        print(f"freed {(free - before) / 2**30:.1f} GiB; sleep {slept - began:.3f} s, wake {woken - slept:.3f} s")
+        assert free - before > 0.1 * total, "more than half of the engine's share"
+        made.load(in_memory_snapshot(second.tensors, second.assets, 5))
+        while made.in_flight:
+            done += made.step()
+        assert len(done) == len(wanted) and all(r.error is None for r in done)
+        assert {tuple(s.version for s in r.spans) for r in done} <= {(0,), (0, 5)}
+        assert any(len(r.spans) == 2 for r in done)
+        ours, theirs = distances(second, ask(made, prompts(source, 24), together=True))
+        assert ours <= 2 * theirs
+    finally:
+        made.close()

@@ -198,10 +198,26 @@ RELEASE = (
         told="nodes must be 1 in this release, got 2: the trainer runs in one pod",
     ),
     Case(
-        rule="release-one-gpu",
-        accepted=(spec(trainer={}), spec(trainer={"gpusPerNode": 0}), spec(trainer={"gpusPerNode": 1})),
-        refused=(spec(trainer={"gpusPerNode": 2}),),
-        told="gpusPerNode must be 0 or 1 in this release, got 2: the trainer is one process on one GPU",
+        rule="release-lora-one-rank",
+        accepted=(spec(trainer={"gpusPerNode": 2}),),
+        refused=(spec(model={"lora": {}}, trainer={"gpusPerNode": 2}),),
+        told="model.lora trains on one GPU in this release, got gpusPerNode 2: set trainer.gpusPerNode: 1, or remove "
+        "model.lora",
+    ),
+    Case(
+        rule="release-plain-ranks",
+        accepted=(
+            spec(trainer={}),
+            spec(trainer={"gpusPerNode": 0}),
+            spec(trainer={"gpusPerNode": 1, "compile": True, "offloadReference": True}),
+            spec(trainer={"gpusPerNode": 2}),
+        ),
+        refused=(
+            spec(trainer={"gpusPerNode": 2, "compile": True}),
+            spec(trainer={"gpusPerNode": 2, "offloadReference": True}),
+        ),
+        told="gpusPerNode > 1 goes with neither compile nor offloadReference, got 2: set both to false, or "
+        "gpusPerNode: 1",
     ),
 )
 

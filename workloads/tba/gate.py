@@ -2,17 +2,16 @@
 
 ```
   trainer: Gatekeeper                    searcher: Gate
-     ◄──────────────── asleep 0 ─────────── its loop runs; it has no turn
+     ◄──────────────── asleep 0 ─────────── its loop runs; it has no turn and has not touched the device
      ───── wake 1 ─────────────────────────►
-     ◄──────────────── starting 1 ───────── no weights yet: gives the turn back and starts its engine, which takes long
-     ◄──────────────── asleep 1 ─────────── started
-     ───── wake 2 ─────────────────────────►
-     ◄──────────────── awake 2 ──────────── generates
-     ───── sleep 3 ────────────────────────►
-     ◄──────────────── asleep 3 ─────────── nothing of it runs on the device, until a later wake
+     ◄──────────────── awake 1 ────────────
+     ◄──────────────── starting 1 ───────── takes its first weights and starts its engine, which takes long
+     ◄──────────────── awake 1 ──────────── generates
+     ───── sleep 2 ────────────────────────►
+     ◄──────────────── asleep 2 ─────────── nothing of it runs on the device, until a later wake
 ```
-The searcher generates only in a turn it was given and has not given back, so a trainer that has read `asleep N` for its
-newest N, or `starting` for it, is alone with the device, whatever the two did at the same time.
+The searcher uses the device in a turn only, and a turn ends only when it says so: a trainer that has read `asleep N`
+for its newest N is alone with the device, whatever the two did at the same time.
 """
 
 import ctypes
@@ -26,6 +25,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+PASS_SECONDS = 0.25
+"""Between looks for rows and weights on both sides: one of the two always waits for the other."""
 _READ_BYTES = 4096
 _PR_SET_PDEATHSIG = 1
 
@@ -39,7 +40,7 @@ class Gatekeeper:
         self._received = b""
         self._number = 0
         self._gone = False
-        self._given = False  # the newest command was a wake, and the searcher has not given that turn back
+        self._given = False  # the newest command was a wake
         self._state, self._answered = "", -1
 
     @property
@@ -64,21 +65,16 @@ class Gatekeeper:
 
     def take_turn(self) -> None:
         """Ask the searcher to end its turn, if it has one."""
-        self.read()
-        if self._given and not self.alone(memory_too=False):
+        if self._given:
             self._command("sleep")
 
-    def alone(self, *, memory_too: bool) -> bool:
-        """Whether the searcher does nothing on the device until it is woken. `memory_too`: and holds no memory there.
+    def alone(self) -> bool:
+        """Whether the searcher does nothing on the device until it is woken.
 
         One that has not said a word yet has no turn and has not touched the device.
         """
         self.read()
-        if not self._state:
-            return True
-        if self._state == "starting":
-            return not memory_too
-        return self._state == "asleep" and self._answered == self._number
+        return not self._state or (self._state == "asleep" and self._answered == self._number)
 
     def wait(self, seconds: float) -> None:
         """Until the searcher says something, at most so long."""
@@ -100,8 +96,6 @@ class Gatekeeper:
         for line in lines:
             state, _, number = line.decode().partition(" ")
             self._state, self._answered = state, int(number)
-            if state != "awake":
-                self._given = self._given and self._answered < self._number
 
     def close(self) -> None:
         """A searcher that lives on sees it and ends."""
@@ -147,16 +141,16 @@ class Gate:
 
     def awake(self) -> None:
         """The turn is taken."""
-        with self._changed:
-            if self._wanted:
-                self._tell("awake")
+        self._tell_in_turn("awake")
 
     def starting(self) -> None:
-        """Give the turn back: the engine starts, nothing is generated."""
+        """The engine starts: this turn may be a long one."""
+        self._tell_in_turn("starting")
+
+    def _tell_in_turn(self, state: str) -> None:
         with self._changed:
             if self._wanted:
-                self._wanted = False
-                self._tell("starting")
+                self._tell(state)
 
     def _tell(self, state: str) -> None:
         if (state, self._number) != self._told:
@@ -171,6 +165,9 @@ class Gate:
                 *lines, received = (received + data).split(b"\n")
                 for line in lines:
                     self._obey(line.decode())
+        with self._changed:
+            self._wanted = False
+            self._socket.close()
         self._on_closed()
 
     def _obey(self, line: str) -> None:

@@ -125,14 +125,19 @@ def load_weights(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     Raises: CorruptObject if names or shapes differ from the model's; nothing is changed then.
     """
     own = weight_tensors(model)
+    require_fit(own, tensors)
+    for name, target in own.items():
+        target.copy_(tensors[name])
+
+
+def require_fit(own: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises: CorruptObject if names or shapes of `tensors` differ from those of a model's `own`."""
     missing, foreign = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
     if missing or foreign:
         raise CorruptObject(f"weights do not fit the model: missing {missing[:3]}, foreign {foreign[:3]}")
     for name, target in own.items():
         if target.shape != tensors[name].shape:
             raise CorruptObject(f"weights do not fit: {name} is {list(tensors[name].shape)}, want {list(target.shape)}")
-    for name, target in own.items():
-        target.copy_(tensors[name])
 
 
 def eos_token_ids(tokenizer: Any, model_config: Any) -> set[int]:

@@ -236,3 +236,19 @@ def test_layers_that_cannot_be_cached_are_refused(tmp_path):
     files = {n: (tmp_path / n).read_bytes() for n in names}
     with pytest.raises(UserError, match="linear_attention"):
         engine(Weights(Manifest(PolicyId(1, 0)), weight_tensors(model), files))
+
+
+@pytest.mark.parametrize("free_memory", [False, True])
+def test_responses_go_on_after_a_sleep_as_if_there_had_been_none(assets, free_memory):
+    loaded = weights(assets, 3)
+    requests = [request(i) for i in range(9)]
+    straight = run(engine(loaded, max_rows=4), requests)
+    made = engine(loaded, max_rows=4)
+    for r in requests:
+        made.submit(r)
+    done: dict[int, Response] = {}
+    while made.in_flight:
+        done |= {r.id: r for r in made.step()}
+        made.sleep(free_memory=free_memory)
+        made.wake()
+    assert {i: r.tokens for i, r in done.items()} == {i: r.tokens for i, r in straight.items()}

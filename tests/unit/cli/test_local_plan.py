@@ -68,6 +68,14 @@ def test_each_process_is_a_program_of_its_own_with_its_share_of_cores(job_file):
     assert 1 <= int(trainer.env["OMP_NUM_THREADS"]) <= max(1, num_cores() // 4)
 
 
+def test_a_job_of_several_gpus_trains_with_as_many_processes_here(job_file):
+    argv = {n: make(job_file, overrides=[f"trainer.gpusPerNode={n}"]).programs(port=1, environment={})[0].argv
+            for n in (0, 1, 3)}  # fmt: skip
+    assert argv[3][argv[3].index("--ranks") + 1] == "3"
+    assert "--ranks" not in [*argv[0], *argv[1]]
+    assert "1 trainer of 3 ranks" in make(job_file, overrides=["trainer.gpusPerNode=3"]).describe()
+
+
 def test_processes_write_timelines_only_if_asked(job_file, tmp_path):
     planned = make(job_file)
     trainer, searchers = planned.programs(port=1, environment={})
@@ -120,6 +128,22 @@ def test_a_run_directory_that_cannot_be_made_is_the_users_to_correct(tmp_path):
 def test_a_run_without_searchers_says_whom_it_waits_for(job_file):
     assert f"tba searcher --storage file://{job_file.parent}/run/store" in make(job_file, searchers=0).describe()
     assert "waits" not in make(job_file, searchers=1).describe()
+
+
+def test_a_trainer_with_a_searcher_of_its_own_waits_for_nobody_and_needs_the_reward(job_file):
+    own = "trainer.colocatedSearcher.enabled=true"
+    planned = make(job_file, overrides=[own], searchers=0)
+    assert "1 trainer with a searcher, 0 searchers" in planned.describe() and "waits" not in planned.describe()
+    trainer, _ = planned.programs(port=1, environment={})
+    assert trainer.env["TBA_COLOCATED_LOG"] == str(planned.directory / "logs" / "trainer-colocated.log")
+    assert trainer.env["TBA_SPOOL_DIR"] == str(planned.directory / "spool"), "its successor finds its shards"
+    unbounded = [own, "buffer.maxReplayRatio=null"]
+    with pytest.raises(UserError, match="it never would again: set them"):
+        make(job_file, overrides=unbounded, searchers=0)
+    make(job_file, overrides=unbounded, searchers=1)
+    make(job_file, overrides=[*unbounded, "buffer.maxPolicyLag=4", "buffer.maxReplayLag=9"], searchers=0)
+    with pytest.raises(UserError, match="no module"):
+        make(job_file, overrides=[own, "task.reward={entrypoint: no_such_module:reward}"], searchers=0).check_reward()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 from pydantic import ValidationError
-from support.jobs import SMALLEST
+from support.jobs import SMALLEST, smallest
 
 from tba.contracts.errors import UserError
 from tba.contracts.explain import closest, explain
@@ -45,7 +45,11 @@ def test_the_smallest_job_is_valid_and_has_the_documented_defaults():
             "spec.searcher.engine.type: must be vllm, transformers or fake, got 'vlm'",
         ),
         ("spec.trainer.nodes", 2, "nodes must be 1 in this release, got 2: the trainer runs in one pod"),
-        ("spec.trainer.gpusPerNode", 2, "gpusPerNode must be 0 or 1 in this release, got 2: the trainer is one"),
+        (
+            "spec.trainer",
+            {"gpusPerNode": 2, "compile": True},
+            "gpusPerNode > 1 goes with neither compile nor offloadReference, got 2: set both to false, or",
+        ),
         ("spec.storage.uri", "gs://b", "spec.storage.uri: must match ^(s3|file)://.+, got 'gs://b'"),
         ("spec.model", None, "spec.model: must be a mapping of fields, got None"),
         ("spec.task.prompts", {}, "spec.task.prompts: set exactly one of uri and configMapRef, got {}"),
@@ -116,3 +120,9 @@ def test_a_long_value_is_cut():
 def test_a_word_far_from_every_known_one_has_no_closest():
     assert closest("zebra", ["beta", "totalSteps"]) is None
     assert closest("total_steps", ["beta", "totalSteps"]) == "totalSteps"
+
+
+def test_the_trainer_process_is_told_of_a_colocated_searcher():
+    settings = {"colocatedSearcher": {"enabled": True, "freeMemory": True}}
+    told = TBAJob.model_validate(smallest(trainer=settings)).spec.live_config().trainer.colocated_searcher
+    assert (told.enabled, told.free_memory) == (True, True)

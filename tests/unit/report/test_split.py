@@ -69,8 +69,8 @@ def test_searchers_of_this_and_older_versions_by_hand():
         told("b", 10, generate_seconds=5, wait_idle_seconds=1, up_seconds=8),
     ]  # fmt: skip
     time = searcher_time(assemble(rows))
-    assert time.seconds == {"generate": 11, "swap": 1, "wait_weights": 0, "wait_reward": 2, "wait_storage": 0,
-                            "wait_idle": 1, "other": 3}  # fmt: skip
+    assert time.seconds == {"generate": 11, "swap": 1, "asleep": 0, "wait_weights": 0, "wait_reward": 2,
+                            "wait_storage": 0, "wait_idle": 1, "other": 3}  # fmt: skip
     assert time.idle_percent == pytest.approx(100 * 3 / 18)
     assert time.mfu == pytest.approx(0.3), "of the searcher whose peak is known"
     assert time.mfu_computing == pytest.approx(0.5)

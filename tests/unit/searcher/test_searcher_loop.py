@@ -80,8 +80,47 @@ class Unscored:
         ]
 
 
+class Turns:
+    """A gate opened by hand; `said` is what the trainer hears."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self.said: list[str] = []
+
+    def wait(self, seconds: float) -> None: ...
+
+    def asleep(self) -> None:
+        self.said.append("asleep")
+
+    def awake(self) -> None:
+        self.said.append("awake")
+
+    def starting(self) -> None:
+        self.said.append("starting")
+
+
+class Sleeper:
+    """An engine that must not work while it sleeps."""
+
+    def __init__(self, inner) -> None:
+        self.inner, self.slept = inner, []
+
+    def __getattr__(self, name):
+        assert name not in ("step", "submit", "load") or not self.slept or self.slept[-1] == "awake", name
+        return getattr(self.inner, name)
+
+    def sleep(self, *, free_memory: bool) -> None:
+        self.slept.append(f"asleep, {free_memory=}")
+
+    def wake(self) -> None:
+        self.slept.append("awake")
+
+
 class Rig:
-    def __init__(self, folder: Path, *, swap="InFlight", scored=True, capacity=8, cap_bytes=2**30, **fake) -> None:
+    def __init__(
+        self, folder: Path, *, swap="InFlight", scored=True, capacity=8, cap_bytes=2**30, gate=None, free_memory=False,
+        **fake,
+    ) -> None:  # fmt: skip
         self.store = MemoryStore()
         self.pool = Pool()
         self.live = LiveConfig(storage=Storage(uri="file:///x"), sync=Sync(swap=swap))
@@ -92,6 +131,8 @@ class Rig:
         )
         engine = build(Engine(type="fake", max_num_seqs=capacity, extra_args=fake), model=config.model)
         self.engine = engine if scored else Unscored(engine)
+        if gate is not None:
+            self.engine = Sleeper(self.engine)
         self.commit = 0
         self.store.put_once(RUN_RECORD, record.to_json())
         self.stopped = StopFlag()
@@ -127,6 +168,8 @@ class Rig:
                 grace_seconds=5.0,
                 load_prompts=lambda *_: PROMPTS,
                 idle_seconds=0.0,
+                gate=gate,
+                free_memory=free_memory,
             )  # fmt: skip # type: ignore[arg-type]
         )
 
@@ -368,3 +411,43 @@ def test_blocks_that_exist_are_left_out_and_a_lost_race_is_quiet():
     evaluation.close()
     assert seen == [3, 4, 0, 1]
     assert evaluation.uploaded == 3
+
+
+@pytest.mark.parametrize("free_memory", [False, True])
+def test_a_colocated_searcher_works_in_its_turn_alone_and_keeps_what_is_in_flight(tmp_path, free_memory):
+    gate = Turns()
+    rig = Rig(tmp_path, scored=False, gate=gate, free_memory=free_memory, tokensPerStep=4,
+              lengths={"distribution": "fixed", "median": 20})  # fmt: skip
+    rig.publish(0)
+    rig.turns(3)
+    assert rig.engine.capacity == 0, "without a turn not even its weights reach the device"
+    gate.open = True
+    rig.turns(3)  # 12 of 20 tokens
+    assert gate.said.count("starting") == 1 and gate.said[-1] == "awake"
+    gate.open = False
+    before = rig.engine.in_flight
+    rig.turns(5)
+    assert rig.engine.in_flight == before >= 8
+    rig.publish(2)
+    gate.open = True
+    rig.turns(3)
+    told = [f"asleep, {free_memory=}", "awake"]
+    assert rig.engine.slept == told * 2 and gate.said[-1] == "awake"
+    lengths = [[(s.version, s.num_tokens) for s in r.spans] for _, b in rig.shards() for r in map(b.row, range(len(b)))]
+    assert len(lengths) >= 8 and all(one == [(0, 12), (2, 8)] for one in lengths)
+    assert rig.stats.asleep_seconds > 0
+
+
+def test_a_sleeping_searcher_uploads_what_its_rewards_complete(tmp_path):
+    gate = Turns()
+    rig = Rig(tmp_path, scored=False, gate=gate, tokensPerStep=100)
+    rig.publish(0)
+    gate.open = rig.pool.hold = True
+    rig.turns(1)
+    gate.open = False
+    rig.turns(1)
+    assert not rig.shards()
+    for future in rig.pool.held:
+        future.set_result(rig.pool.result())
+    rig.turns(1)
+    assert rig.shards()

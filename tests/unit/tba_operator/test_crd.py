@@ -107,7 +107,7 @@ def test_a_value_of_several_types_is_bounded_for_each():
     norm = at("objective.optimizer.maxGradNorm")
     assert "type" not in norm
     assert (norm["pattern"], norm["minimum"], norm["exclusiveMinimum"]) == ("^auto$", 0, True)
-    assert at("trainer.colocatedSearcher.enabled")["enum"] == ["auto", False]
+    assert at("trainer.colocatedSearcher.enabled")["enum"] == ["auto", True, False]
 
 
 def test_environment_variables_are_told_apart_by_name_and_keep_every_field():

@@ -249,11 +249,20 @@ def test_threads_follow_the_cpu_share_and_are_not_set_without_one():
         ({"trainer": {"gpusPerNode": 0}}, None, "1"),
         ({"searcher": {"engine": {"type": "transformers"}}}, None, None),
         ({"searcher": {"engine": {"type": "fake"}}, "trainer": {"gpusPerNode": 1}}, "1", None),
+        ({"trainer": {"gpusPerNode": 4}}, "4", "1"),
     ],
 )
 def test_gpus_follow_from_the_engine(spec, trainer_gpus, searcher_gpus):
     given = [container(t(**spec)).get("resources", {}).get("limits", {}).get(GPU) for t in (trainer, searcher)]
     assert given == [trainer_gpus, searcher_gpus]
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(None, None), (0, None), (1, None), (2, "2"), (8, "8")])
+def test_a_trainer_of_several_gpus_starts_a_rank_for_each(gpus, ranks):
+    spec = {} if gpus is None else {"trainer": {"gpusPerNode": gpus}}
+    given = {e["name"]: e.get("value") for e in container(trainer(**spec)).get("env", [])}
+    assert given.get("TBA_TRAINER_RANKS") == ranks
+    assert "TBA_TRAINER_RANKS" not in {e["name"] for e in container(searcher(**spec)).get("env", [])}
 
 
 @pytest.mark.parametrize(
@@ -511,3 +520,16 @@ def test_the_hashes_of_a_job_are_those_of_the_first_release():
     assert searcher_inputs(job(), IMAGES) == "c2ce7c7e89d58bfc"
     assert trainer_inputs(job(**EVERYTHING), IMAGES) == "19672f1512c32db8"
     assert searcher_inputs(job(**EVERYTHING), IMAGES) == "e26f8f3c44bfadb2"
+
+
+def test_a_trainer_with_an_engine_of_its_own_runs_the_image_that_has_one():
+    own = {"colocatedSearcher": {"enabled": True}}
+    images = {
+        name: container(trainer(trainer=settings, searcher={"engine": {"type": engine}, "replicas": 0}))["image"]
+        for name, settings, engine in (
+            ("vllm", own, "vllm"), ("cpu", own, "transformers"), ("named", own | {"image": "mine"}, "vllm"),
+            ("without", {}, "vllm"),
+        )
+    }  # fmt: skip
+    assert images == {"vllm": "tba-searcher:1", "cpu": "tba-trainer:1", "named": "mine", "without": "tba-trainer:1"}
+    assert trainer_inputs(job(trainer=own), IMAGES) != trainer_inputs(job(), IMAGES)

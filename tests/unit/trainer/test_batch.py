@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tba.trainer.batch import GroupTokens, split_groups, split_rows
+from tba.trainer.batch import GroupTokens, MicroBatch, Passes, deal, split_groups, split_rows
 
 GROUPS = st.lists(
     st.builds(
@@ -48,7 +48,8 @@ def test_no_forward_pass_exceeds_the_budget_unless_it_is_one_row(groups, budget)
             (group,) = batch.groups
             assert all(groups[group].of(chunk) <= budget or len(chunk) == 1 for chunk in batch.chunks)
         else:
-            assert sum(groups[g].total for g in batch.groups) <= budget
+            one_row = len(batch.groups) == len(groups[batch.groups[0]].responses) == 1
+            assert sum(groups[g].total for g in batch.groups) <= budget or one_row
 
 
 @given(GROUPS, st.integers(50, 400))
@@ -64,3 +65,19 @@ def test_row_longer_than_the_budget_goes_alone():
 def test_budget_below_one_is_refused():
     with pytest.raises(ValueError, match="budget_tokens must be >= 1, got 0"):
         split_groups([GroupTokens(1, (1,))], 0)
+
+
+@given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 9))
+def test_each_item_is_dealt_to_one_rank_and_none_has_more_than_the_mean_and_one_item(costs, num_ranks):
+    hands = deal(costs, num_ranks)
+    assert len(hands) == num_ranks
+    assert sorted(i for hand in hands for i in hand) == list(range(len(costs)))
+    most = max((sum(costs[i] for i in hand) for hand in hands), default=0)
+    assert most <= sum(costs) / num_ranks + max(costs, default=0)
+
+
+def test_all_ranks_run_as_many_passes_as_the_one_with_the_most_of_each_kind():
+    oversized, whole = MicroBatch((0,), ((0,), (1,), (2,))), MicroBatch((1, 2))
+    assert Passes.most([[whole]]) == Passes(0, 1)
+    assert Passes.most([[oversized, whole], [whole] * 5]) == Passes(3, 5)
+    assert Passes.most([[oversized, whole], [], [oversized]]) == Passes(3, 4)

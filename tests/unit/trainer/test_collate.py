@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from support.learning import feed, make_learner, make_shard
 
+from tba.trainer.batchrows import BatchGroups
 from tba.trainer.collate import REFERENCE_BUDGET, Collator
 
 
@@ -20,11 +21,25 @@ def collator() -> Collator:
 def test_chunks_for_the_reference_hold_each_row_once_and_keep_within_the_budget(budget):
     made = collator()
     ids = np.array([5, 3, 17, 30, 8, 9, 40, 22])
-    chunks = made.reference_chunks(ids, budget)
+    (chunks,) = made.reference_chunks(ids, budget)
     assert sorted(np.concatenate(chunks).tolist()) == sorted(ids.tolist())
     for chunk in chunks:
         assert made.rows(chunk).num_tokens <= REFERENCE_BUDGET * budget or len(chunk) == 1
-    assert made.reference_chunks(ids[:0], budget) == []
+    assert made.reference_chunks(ids[:0], budget) == [[]]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 9])
+def test_ranks_share_rows_by_prompt_and_groups_whole(num_ranks):
+    made = collator()
+    ids = np.arange(40)
+    shares = made.reference_chunks(ids, 20, num_ranks)
+    prompts = [{int(p) for chunk in share for p in made._buffer.prompt_ids(chunk)} for share in shares]
+    assert sorted(r for share in shares for chunk in share for r in chunk.tolist()) == ids.tolist()
+    assert sum(map(len, prompts)) == len(set().union(*prompts))
+    plan = BatchGroups(ids.reshape(10, 4), np.ones((10, 4), np.float32), np.arange(10) % 4)
+    batches = made.micro_batches(plan, 20, num_ranks)
+    assert len(batches) == num_ranks
+    assert sorted(g for share in batches for m in share for g in m.groups) == list(range(10))
 
 
 def test_rows_keep_the_order_they_were_asked_in():

@@ -68,7 +68,7 @@ def test_restored_state_goes_on_bit_for_bit_whatever_the_order_of_parameters():
     twin = Optimizer(twins, objective())
     shuffled = list(tensors.items())
     random.Random(0).shuffle(shuffled)
-    twin.restore(dict(shuffled), list(norms))
+    twin.restore(shuffled, list(norms))
     for step in range(8, 15):
         set_gradients(params, step)
         set_gradients(twins, step)
@@ -99,7 +99,7 @@ def test_restore_does_not_share_memory_with_what_it_was_given():
     set_gradients(params, 1)
     optimizer.apply(1)
     tensors, norms = optimizer.state()
-    optimizer.restore(tensors, norms)
+    optimizer.restore(tensors.items(), norms)
     saved = {name: tensor.clone() for name, tensor in tensors.items()}
     set_gradients(params, 2)
     optimizer.apply(2)
@@ -109,7 +109,7 @@ def test_restore_does_not_share_memory_with_what_it_was_given():
 def test_unknown_parameter_in_a_checkpoint_is_refused():
     optimizer = Optimizer(parameters(), objective())
     with pytest.raises(KeyError, match="other"):
-        optimizer.restore({"exp_avg/other.weight": torch.zeros(2)}, [])
+        optimizer.restore([("exp_avg/other.weight", torch.zeros(2))], [])
 
 
 def test_auto_clips_at_three_running_medians_after_warm_up():

@@ -48,7 +48,7 @@ def test_a_trainer_that_starts_is_alive_not_ready_and_says_so(tmp_path, monkeypa
     monkeypatch.setenv("TBA_POD_UID", "pod-1")
     answers = {}
 
-    def prepare(*_arguments):
+    def prepare(*_arguments, **_options):
         port = (tmp_path / "port").read_text()
         answers.update(
             {path: answer_of(f"http://127.0.0.1:{port}/{path}") for path in ("healthz", "readyz", "progress")}

@@ -51,9 +51,19 @@ class Plan:
         return self.directory / "config"
 
     @property
+    def colocated(self) -> bool:
+        """Whether the trainer starts a searcher of its own."""
+        return self.job.spec.trainer.colocated_searcher.enabled is True
+
+    @property
     def threads(self) -> int:
         """Compute threads a process."""
-        return max(1, num_cores() // (1 + self.searchers))
+        return max(1, num_cores() // (self.ranks + self.searchers))
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train together."""
+        return self.job.spec.trainer.num_ranks
 
     def programs(self, *, port: int, environment: dict[str, str]) -> tuple[Program, list[Program]]:
         """Trainer and searchers. `port`: of the trainer's HTTP server, on loopback."""
@@ -69,11 +79,16 @@ class Plan:
         grace = spec.trainer.termination_grace_period_seconds
         searcher_grace = spec.searcher.termination_grace_period_seconds
         spool = ["--grace-seconds", str(_SEARCHER_GRACE * searcher_grace), "--spool-dir", str(self.directory / "spool")]
+        ranks = ["--ranks", str(self.ranks)] if self.ranks > 1 else []
         trainer = Program(
             name="trainer",
-            argv=[*self.command, "trainer", *where, "--port", str(port), "--grace-seconds", str(grace)],
+            argv=[*self.command, "trainer", *where, *ranks, "--port", str(port), "--grace-seconds", str(grace)],
             log=logs / "trainer.log",
-            env=env,
+            env={
+                **env,
+                "TBA_COLOCATED_LOG": str(logs / "trainer-colocated.log"),
+                "TBA_SPOOL_DIR": str(self.directory / "spool"),
+            },
             grace_seconds=grace,
         )
         searchers = [
@@ -95,7 +110,7 @@ class Plan:
 
     def check_reward(self) -> None:
         """Load the reward once, in a process of its own. Raises: UserError. Else run.json would keep the mistake."""
-        if self.searchers == 0:
+        if self.searchers == 0 and not self.colocated:
             return  # it need not be here
         with suppress(RuntimeError):  # not the user's mistake: searchers try again
             RewardPool(self.job.spec.task.reward, num_workers=1, search_path=self.job_file.parent).close()
@@ -120,10 +135,15 @@ class Plan:
             f"{objective.responses_per_prompt} responses",
             f"  directory  {self.directory}",
             f"  storage    {EMBEDDED + ' S3 server, ' if self.embedded else ''}{self.storage.uri}",
-            f"  processes  1 trainer, {self.searchers} searchers ({self.job.spec.searcher.engine.type}), "
-            f"{self.threads} threads each",
+            f"  processes  1 trainer{self._beside_the_trainer()}, {self.searchers} searchers "
+            f"({self.job.spec.searcher.engine.type}), {self.threads} threads each",
         ]
         return "\n".join([*lines, *(f"  note       {n}" for n in self.notes)])
+
+    def _beside_the_trainer(self) -> str:
+        if self.colocated:
+            return " with a searcher"
+        return f" of {self.ranks} ranks" if self.ranks > 1 else ""
 
 
 def plan(
@@ -153,7 +173,10 @@ def plan(
         notes.append("engine vllm needs a GPU and the package vllm: transformers is taken instead")
         engine = spec.searcher.engine.model_copy(update={"type": "transformers"})
         spec = spec.model_copy(update={"searcher": spec.searcher.model_copy(update={"engine": engine})})
-    if searchers == 0:
+    num_searchers = spec.searcher.replicas if searchers is None else searchers
+    if spec.trainer.colocated_searcher.enabled is True:
+        _check_turns(job, num_searchers)
+    elif searchers == 0:
         notes.append(f"no searchers here: training waits for others, `tba searcher --storage {target.uri} --name NAME`")
     address = {
         "uri": target.uri, "endpoint": target.endpoint, "region": target.region,
@@ -164,7 +187,7 @@ def plan(
         job=job.model_copy(update={"spec": spec}),
         job_file=job_file.resolve(),
         directory=directory,
-        searchers=spec.searcher.replicas if searchers is None else searchers,
+        searchers=num_searchers,
         storage=target,
         embedded=storage == EMBEDDED,
         fresh=fresh,
@@ -191,6 +214,19 @@ def _choose_storage(job: TBAJob, storage: str, directory: Path, base: Path, note
     if storage.startswith("s3://"):
         return own.model_copy(update={"uri": storage})
     raise UserError(f"--storage must be local, job, embedded, s3://... or file://..., got {storage!r}")
+
+
+def _check_turns(job: TBAJob, num_searchers: int) -> None:
+    """The trainer's own searcher works while the trainer waits, so there must be something that it waits for."""
+    buffer = job.spec.buffer
+    too_old = buffer.max_policy_lag is not None and (
+        buffer.max_replay_lag is not None or buffer.on_policy_probability == 1
+    )
+    if num_searchers == 0 and buffer.max_replay_ratio is None and not too_old:
+        raise UserError(
+            "spec.trainer.colocatedSearcher wakes when the trainer waits, and without buffer.maxReplayRatio, or both "
+            "maxPolicyLag and maxReplayLag, it never would again: set them, or add searchers"
+        )
 
 
 def _check_files(job: TBAJob) -> None:

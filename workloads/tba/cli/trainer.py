@@ -18,10 +18,18 @@ def command(
     grace_seconds: Annotated[
         float, typer.Option(envvar="TBA_GRACE_SECONDS", min=0, help="From SIGTERM until this process is killed.")
     ] = 600.0,
+    ranks: Annotated[
+        int,
+        typer.Option(
+            envvar="TBA_TRAINER_RANKS", min=1, help="Processes that train together, each on a GPU of its own."
+        ),
+    ] = 1,
 ) -> int:
     """Learn from what searchers put into the bucket; resume if it holds a run."""
     from tba.trainer.main import TrainerOptions, run_trainer
 
     return run_trainer(
-        TrainerOptions(config_dir=config, storage=storage, port=port, threads=threads, grace_seconds=grace_seconds)
+        TrainerOptions(
+            config_dir=config, storage=storage, port=port, threads=threads, grace_seconds=grace_seconds, ranks=ranks
+        )
     )

@@ -68,22 +68,41 @@ class Trainer(Container, TrainerSettings):
     """The trainer pod. Immutable unless the job is suspended."""
 
     gpus_per_node: int | None = Field(default=None, ge=0)
-    """null: 1, or 0 with a CPU engine; this release uses at most one."""
+    """Processes that train together, each on a GPU of its own, with the weights spread over them. null: 1, or 0 with a
+    CPU engine."""
     nodes: int = Field(default=1, ge=1)
     """Trainer pods; this release has one."""
     termination_grace_period_seconds: int = Field(default=600, ge=0)
     """Time to write a checkpoint and stop."""
 
     @model_validator(mode="after")
-    def _one_process(self) -> Self:
-        if self.nodes != 1:
-            raise ValueError(f"nodes must be 1 in this release, got {self.nodes}: the trainer runs in one pod")
-        if (self.gpus_per_node or 0) > 1:
+    def _shares_one_gpu(self) -> Self:
+        if self.colocated_searcher.enabled is True and (self.gpus_per_node or 0) > 1:
             raise ValueError(
-                f"gpusPerNode must be 0 or 1 in this release, got {self.gpus_per_node}: the trainer is one process on "
-                "one GPU"
+                f"colocatedSearcher shares one GPU with the trainer, got gpusPerNode {self.gpus_per_node}: "
+                "set gpusPerNode: 1, or add searcher.replicas instead"
             )
         return self
+
+    @model_validator(mode="after")
+    def _one_pod(self) -> Self:
+        if self.nodes != 1:
+            raise ValueError(f"nodes must be 1 in this release, got {self.nodes}: the trainer runs in one pod")
+        return self
+
+    @model_validator(mode="after")
+    def _several_ranks(self) -> Self:
+        if self.num_ranks > 1 and (self.compile or self.offload_reference):
+            raise ValueError(
+                f"gpusPerNode > 1 goes with neither compile nor offloadReference, got {self.gpus_per_node}: "
+                "set both to false, or gpusPerNode: 1"
+            )
+        return self
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that train together."""
+        return max(1, self.gpus_per_node or 0)
 
 
 class Autoscaling(Contract):
@@ -195,6 +214,15 @@ class JobSpec(Contract):
             raise ValueError(
                 f"task.sampling.maxTokens must be < model.maxModelLen, got {self.task.sampling.max_tokens} >= "
                 f"{self.model.max_model_len}: lower maxTokens or raise maxModelLen"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _lora_on_one_gpu(self) -> Self:
+        if self.model.lora is not None and self.trainer.num_ranks > 1:
+            raise ValueError(
+                f"model.lora trains on one GPU in this release, got gpusPerNode {self.trainer.gpus_per_node}: "
+                "set trainer.gpusPerNode: 1, or remove model.lora"
             )
         return self
 

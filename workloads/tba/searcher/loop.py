@@ -133,6 +133,8 @@ class SearcherLoop:
         if a.gate is not None and not self._has_turn(a.gate):
             return
         self._sync()
+        if a.gate is not None and not a.gate.open:
+            return
         obstacle = self._obstacle()
         if obstacle is not None:
             self._pause(*obstacle)
@@ -176,12 +178,7 @@ class SearcherLoop:
         elif self._may_swap():
             staged = self._a.poller.take()
             if staged is not None:
-                self._start_or_load(staged)
-
-    def _start_or_load(self, snapshot: Snapshot) -> None:
-        if self._held is None and self._a.gate is not None:
-            self._a.gate.starting()  # an engine takes its time: the trainer need not wait for it
-        self._load(snapshot)
+                self._load(staged)
 
     def _may_swap(self) -> bool:
         return self._a.settings().sync.swap == "InFlight" or self._a.engine.in_flight == 0
@@ -189,6 +186,8 @@ class SearcherLoop:
     def _load(self, snapshot: Snapshot) -> bool:
         stats = self._a.stats
         before = stats.load_seconds
+        if self._held is None and self._a.gate is not None:
+            self._a.gate.starting()  # an engine takes its time
         try:
             with stats.piece("load"):
                 self._a.engine.load(snapshot)

@@ -15,7 +15,7 @@ from tba.contracts.keys import RUN, is_searcher_name, new_nonce
 from tba.contracts.records import RunRecord, ShardHeader
 from tba.contracts.runfile import RunFile, read_run_file
 from tba.flops import peak_flops
-from tba.gate import Gate, die_with_trainer
+from tba.gate import PASS_SECONDS, Gate, die_with_trainer
 from tba.gpus import gpu_model
 from tba.interpreter import favour_the_loop
 from tba.live import LiveSettings
@@ -161,10 +161,15 @@ def _assemble(
         engine = build(settings, model=record.config.model)
     stack.callback(engine.close)
     stats = SearcherStats()
+
+    def poll_seconds() -> float:
+        usual = live().sync.poll_interval_seconds
+        return usual if gate is None else min(usual, PASS_SECONDS)
+
     poller = Poller(
         store,
         run_id=record.run_id,
-        interval_seconds=lambda: live().sync.poll_interval_seconds,
+        interval_seconds=poll_seconds,
         fetch=_fetch(needs_weights=engine.needs_weights, expects_deltas=lambda: live().sync.delta.enabled),
     )
 
@@ -185,7 +190,7 @@ def _assemble(
         spool_dir,
         header=header,
         window=lambda: poller.window,
-        limits=lambda: SpoolLimits(shard_seconds=shard_seconds(live().sync.poll_interval_seconds)),
+        limits=lambda: SpoolLimits(shard_seconds=shard_seconds(poll_seconds())),
     )
     stack.callback(spool.close)
     stack.callback(poller.close)

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from tba.scoring import Rows, to_device
-from tba.trainer.batch import GroupTokens, MicroBatch, split_groups
-from tba.trainer.buffer import ReplayBuffer
-from tba.trainer.model import Policy
-from tba.trainer.sampling import BatchPlan
+from tba.trainer.batch import GroupTokens, MicroBatch, deal, split_groups
+from tba.trainer.batchrows import Groups, RowSource
+from tba.trainer.scoring_policy import ScoringPolicy
 
 T = TypeVar("T")
 REFERENCE_BUDGET = 4
@@ -48,9 +47,9 @@ class Work:
 
 
 class Collator:
-    """Lays out rows of one buffer for one policy."""
+    """Lays out rows for one policy."""
 
-    def __init__(self, buffer: ReplayBuffer, policy: Policy) -> None:
+    def __init__(self, buffer: RowSource, policy: ScoringPolicy) -> None:
         self._buffer = buffer
         self._policy = policy
         self._thread: ThreadPoolExecutor | None = None
@@ -65,28 +64,38 @@ class Collator:
         prompts = [self._buffer.prompt_tokens(int(p)) for p in self._buffer.prompt_ids(ids)]
         return self._policy.pack(prompts, [self._buffer.tokens(int(r)) for r in ids])
 
-    def reference_chunks(self, ids: np.ndarray, budget_tokens: int) -> list[np.ndarray]:
-        """Rows in pieces to score under the reference, those of a prompt together."""
-        if not len(ids):
-            return []
+    def reference_chunks(self, ids: np.ndarray, budget_tokens: int, num_ranks: int = 1) -> list[list[np.ndarray]]:
+        """By rank: rows in pieces to score under the reference, those of a prompt together."""
         prompt_ids, inverse = np.unique(self._buffer.prompt_ids(ids), return_inverse=True)
         members = [ids[inverse == i] for i in range(len(prompt_ids))]
         groups = [self._tokens(int(p), rows) for p, rows in zip(prompt_ids, members, strict=True)]
-        chunks: list[np.ndarray] = []
-        for micro_batch in split_groups(groups, REFERENCE_BUDGET * budget_tokens):
-            if micro_batch.oversized:
-                chunks += [members[micro_batch.groups[0]][list(chunk)] for chunk in micro_batch.chunks]
-            else:
-                chunks.append(np.concatenate([members[g] for g in micro_batch.groups]))
-        return chunks
+        shares: list[list[np.ndarray]] = []
+        for hand in deal([g.total for g in groups], num_ranks):
+            chunks: list[np.ndarray] = []
+            for micro_batch in split_groups([groups[g] for g in hand], REFERENCE_BUDGET * budget_tokens):
+                rows = [members[hand[g]] for g in micro_batch.groups]
+                if micro_batch.oversized:
+                    chunks += [rows[0][list(chunk)] for chunk in micro_batch.chunks]
+                else:
+                    chunks.append(np.concatenate(rows))
+            shares.append(chunks)
+        return shares
 
-    def micro_batches(self, plan: BatchPlan, budget_tokens: int) -> list[MicroBatch]:
-        """Groups of a plan in micro-batches; empty slots are left out."""
+    def micro_batches(self, plan: Groups, budget_tokens: int, num_ranks: int = 1) -> list[list[MicroBatch]]:
+        """By rank: groups of a plan in micro-batches, oversized groups first; empty slots are left out."""
         used = plan.weights > 0
         groups = [self._tokens(int(p), plan.rows[g][used[g]]) for g, p in enumerate(plan.prompt_ids)]
-        return split_groups(groups, budget_tokens)
+        shares: list[list[MicroBatch]] = []
+        for hand in deal([g.total for g in groups], num_ranks):
+            split = split_groups([groups[g] for g in hand], budget_tokens)
+            shares.append([MicroBatch(tuple(hand[g] for g in m.groups), m.chunks) for m in split])
+        return shares
 
-    def work(self, plan: BatchPlan, micro_batch: MicroBatch) -> Work:
+    def dummy(self) -> Rows:
+        """The least to run a pass with, where another rank has rows."""
+        return self._policy.pack([np.zeros(1, np.int64)], [np.zeros(2, np.int64)])
+
+    def work(self, plan: Groups, micro_batch: MicroBatch) -> Work:
         """A micro-batch of the plan on the device."""
         groups = np.array(micro_batch.groups, dtype=np.int64)
         index, k = np.nonzero(plan.weights[groups] > 0)
@@ -113,7 +122,7 @@ class Collator:
         """`rows` of each, ahead."""
         return self.ahead(partial(self.rows, chunk) for chunk in chunks)
 
-    def work_ahead(self, plan: BatchPlan, micro_batches: Iterable[MicroBatch]) -> Iterator[Work]:
+    def work_ahead(self, plan: Groups, micro_batches: Iterable[MicroBatch]) -> Iterator[Work]:
         """`work` of each, ahead."""
         return self.ahead(partial(self.work, plan, micro_batch) for micro_batch in micro_batches)
 

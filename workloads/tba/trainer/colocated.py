@@ -1,4 +1,4 @@
-"""A searcher inside the trainer's pod: a child process that generates while the trainer is starved, and at no other time.
+"""A searcher inside the trainer's pod: a child process that generates while the trainer is starved, and only then.
 
 ```
  tick: start, watch, restart ─► `tba searcher` ── shards ──► bucket ──► ingest, as of any searcher
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tba.contracts.config import ColocatedSearcher
 from tba.contracts.errors import StoreUnavailable
-from tba.gate import Gatekeeper
+from tba.gate import PASS_SECONDS, Gatekeeper
 from tba.log import COLOCATED_ENDED, COLOCATED_STARTED, log
 
 NAME = "trainer-colocated"
@@ -29,7 +29,7 @@ GATE = "TBA_GATE_FD"
 SLEEP_SECONDS = 60.0
 """A searcher in the middle of a step, or of a swap of weights, must say within it that it sleeps."""
 START_SECONDS = 900.0
-"""The same for one that starts its engine, where its memory is needed."""
+"""The same for one that starts its engine. vLLM measures how much memory is free then: nobody may change that."""
 MAX_FAILURES = 6
 """Ends in a row, each soon after the start: then it is not started again."""
 GRACE_SECONDS = 5.0
@@ -37,7 +37,8 @@ GRACE_SECONDS = 5.0
 _STEADY_SECONDS = 60.0
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 1.0, 30.0
 _LOOK_SECONDS = 0.1
-_OWN = ("TBA_PORT", "TBA_PORT_FILE", "TBA_TERMINATION_PATH", "TBA_GRACE_SECONDS", "TBA_FAILPOINTS", GATE, LOG)
+_OWN = ("TBA_PORT", "TBA_PORT_FILE", "TBA_TERMINATION_PATH", "TBA_GRACE_SECONDS", "TBA_FAILPOINTS", GATE, LOG,
+        "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # fmt: skip
 _TOKENS = ("HF_TOKEN", "TBA_PROMPTS_HF_TOKEN", "TBA_EVALUATION_HF_TOKEN")
 _RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
           "MASTER_PORT")  # fmt: skip
@@ -86,10 +87,17 @@ class Colocated:
         self._started_at = 0.0
         self._start_at: float | None = 0.0  # None: never again
         self._waits = self._failures = 0
-        self.tell: Callable[[str, str], None] = lambda _event, _detail: None
-        """Takes an event of the run and its detail."""
+        self._tell: Callable[[str, str], None] = lambda _event, _detail: None
+        self._beat: Callable[[], None] = lambda: None
+        self._stopping: Callable[[], bool] = lambda: False
         self.trouble = ""
         """Why there is none, in words."""
+
+    def attach(
+        self, *, tell: Callable[[str, str], None], beat: Callable[[], None], stopping: Callable[[], bool]
+    ) -> None:
+        """The trainer's side. `tell` takes an event of the run and its detail; `beat` and `stopping` are for waits."""
+        self._tell, self._beat, self._stopping = tell, beat, stopping
 
     @property
     def pid(self) -> int | None:
@@ -122,23 +130,32 @@ class Colocated:
         self._keeper.wake()
 
     def sleep(self) -> None:
-        """Return when the searcher generates nothing, and holds no device memory if it is to free it.
+        """Return when the searcher does nothing on the device, and holds no memory there if it is to free it.
 
-        One that does not answer in time is killed.
+        One that does not answer in time is killed; if this trainer is to stop, it is asked to end instead.
         """
         self._wanted = False
-        keeper, settings, began = self._keeper, self._running, self._clock()
-        if keeper is None or settings is None:
+        keeper, began = self._keeper, self._clock()
+        if keeper is None:
             return
         keeper.take_turn()
-        while self._process is not None and not keeper.alone(memory_too=settings.free_memory):
+        while self._process is not None and not keeper.alone():
+            self._beat()
+            if self._stopping():
+                self.stop()
+                self.close()
+                return
             patience = START_SECONDS if keeper.state == "starting" else SLEEP_SECONDS
             if self._clock() - began > patience:
-                log.error(COLOCATED_ENDED, reason=f"it did not fall asleep within {patience:.0f} s: killed")
+                log.error(COLOCATED_ENDED, reason=f"killed: not asleep after {self._clock() - began:.0f} s")
                 self._process.kill()
                 self._process.wait()
             keeper.wait(_LOOK_SECONDS)
             self._watch()
+
+    def poll_seconds(self, usual: float) -> float:
+        """How often to look for rows. For any thread."""
+        return min(usual, PASS_SECONDS) if self._wanted and self._process is not None else usual
 
     def stop(self) -> None:
         """Ask it to end, for good; `close` waits for that."""
@@ -215,4 +232,4 @@ class Colocated:
             self._waits += 1
         detail = self.trouble or f"{told}; it starts again"
         log.warning(COLOCATED_ENDED, reason=detail)
-        self.tell("colocated_searcher_ended", detail)
+        self._tell("colocated_searcher_ended", detail)

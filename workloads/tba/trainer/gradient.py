@@ -5,7 +5,8 @@ plan ─► reference log-probs (cached, or scored here) ─► micro-batches of
                                                               results stay on the device until `collect`
 ```
 P prompts (groups) a batch, K responses a group, G groups a micro-batch. With several ranks each runs the micro-batches
-of its own groups; `plan`, (P, K) inputs and the division by P are those of the whole batch.
+of its own groups; `plan`, (P, K) inputs and the division by P are those of the whole batch, so that gradients and
+results add up over ranks. A rank with fewer forward passes than another runs dummies, for collectives to match.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +20,11 @@ from torch import Tensor
 from tba.contracts.config import Objective
 from tba.objectives.trajectory_balance import Loss, ratio_weights
 from tba.scoring import to_device
-from tba.trainer.batch import MicroBatch
-from tba.trainer.buffer import ReplayBuffer
+from tba.trainer.batch import MicroBatch, Passes
+from tba.trainer.batchrows import Groups, RowSource
 from tba.trainer.collate import Collator, Work
-from tba.trainer.model import Policy
-from tba.trainer.sampling import BatchPlan
+from tba.trainer.ranks import Ranks
+from tba.trainer.scoring_policy import ScoringPolicy
 from tba.trainer.stopwatch import Stopwatch
 
 ObjectiveFn = Callable[..., Loss]
@@ -47,16 +48,19 @@ class BatchGradient:
 
     def __init__(
         self,
-        policy: Policy,
-        buffer: ReplayBuffer,
+        policy: ScoringPolicy,
+        buffer: RowSource,
         collator: Collator,
-        plan: BatchPlan,
+        plan: Groups,
         *,
         objective: Objective,
         loss: ObjectiveFn,
         beta: float,
         stopwatch: Stopwatch,
+        ranks: Ranks | None = None,
     ) -> None:
+        self._ranks = ranks
+        self._rank, self._num_ranks = (0, 1) if ranks is None else (ranks.rank, ranks.size)
         self._policy = policy
         self._buffer = buffer
         self._collator = collator
@@ -80,59 +84,71 @@ class BatchGradient:
         self._used_weights = torch.zeros(plan.rows.shape, device=device)
         self._log_z = torch.zeros(len(plan.rows), device=device)  # (P,)
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
-        self._fresh: list[tuple[np.ndarray, Tensor]] = []
+        self._missing = np.zeros(0, np.int64)
+        self._scored = torch.zeros(0, device=device)  # of the missing rows
         self._trained_tokens = self._scored_tokens = 0
 
     def run(self, budget_tokens: int) -> None:
         """Score what the reference has not scored yet, then forward and backward of every group."""
         self.score_reference(budget_tokens)
-        self.backward(self._collator.micro_batches(self._plan, budget_tokens))
+        self.backward(self._collator.micro_batches(self._plan, budget_tokens, self._num_ranks))
 
     def score_reference(self, budget_tokens: int) -> None:
         """Reference log-probabilities of all rows: cached ones, and new ones by large passes without gradients."""
-        rows = np.unique(self._plan.rows[self._used])
-        missing = rows[np.isnan(self._buffer.ref_logprobs(rows))]
-        chunks = self._collator.reference_chunks(missing, budget_tokens)
-        ahead = self._collator.rows_ahead(chunks)
-        with ExitStack() as stack:
-            if chunks:
-                with self._stopwatch("reference"):
-                    stack.enter_context(self._policy.reference_present())
-            for chunk in chunks:
-                with self._stopwatch("collate"):
-                    packed = next(ahead)
-                with self._stopwatch("reference"):
-                    self._fresh.append((chunk, self._policy.reference_logprobs(packed)))
-                self._scored_tokens += packed.num_tokens
+        rows, device = np.unique(self._plan.rows[self._used]), self._policy.device
+        self._missing = rows[np.isnan(self._buffer.ref_logprobs(rows))]
         known = np.where(self._used, self._buffer.ref_logprobs(self._plan.rows), 0.0).astype(np.float32)
-        device = self._policy.device
         self._reference = to_device(np.nan_to_num(known, nan=0.0), device)
-        if self._fresh:
-            scored = np.concatenate([chunk for chunk, _ in self._fresh])
-            order = np.argsort(scored)
-            slots = np.flatnonzero(np.isnan(known).ravel())
-            taken = order[np.searchsorted(scored[order], self._plan.rows.ravel()[slots])]
-            values = torch.cat([value for _, value in self._fresh])[to_device(taken, device)]
-            self._reference.view(-1).index_copy_(0, to_device(slots, device), values)
+        if not len(self._missing):
+            return
+        self._scored = torch.zeros(len(self._missing), device=device)
+        shares = self._collator.reference_chunks(self._missing, budget_tokens, self._num_ranks)
+        with ExitStack() as stack:
+            with self._stopwatch("reference"):
+                stack.enter_context(self._policy.reference_present())
+            self._score_chunks(shares[self._rank])
+            with self._stopwatch("reference"):
+                for _ in range(max(map(len, shares)) - len(shares[self._rank])):
+                    self._policy.reference_logprobs(self._collator.dummy())
+        self._sum(self._scored)
+        slots = np.flatnonzero(np.isnan(known).ravel())
+        taken = np.searchsorted(self._missing, self._plan.rows.ravel()[slots])
+        self._reference.view(-1).index_copy_(0, to_device(slots, device), self._scored[to_device(taken, device)])
 
-    def backward(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Forward and backward of these groups."""
-        ahead = self._collator.work_ahead(self._plan, micro_batches)
-        for _ in micro_batches:
+    def backward(self, shares: Sequence[Sequence[MicroBatch]]) -> None:
+        """Forward and backward of this rank's groups; `shares`: micro-batches by rank, oversized groups first."""
+        own, passes = shares[self._rank], Passes.most(shares)
+        ahead = self._collator.work_ahead(self._plan, own)
+        waiting: list[tuple[Work, Tensor]] = []
+        for _ in filter(lambda m: m.oversized, own):
             with self._stopwatch("collate"):
                 work = next(ahead)
             with self._stopwatch("forward_backward"):
-                if len(work.pieces) == 1:
-                    self._whole(work)
-                else:
-                    self._in_pieces(work)
-            self._trained_tokens += work.num_tokens
+                waiting.append((work, self._first_pass(work)))
+            passes = Passes(passes.scoring - len(work.pieces), passes.training)
+        with self._stopwatch("forward_backward"):
+            for _ in range(passes.scoring):
+                self._policy.policy_logprobs(self._collator.dummy(), grad=False)
+            for work, share in waiting:
+                self._second_pass(work, share)
+                passes = Passes(0, passes.training - len(work.pieces))
+        for _ in filter(lambda m: not m.oversized, own):
+            with self._stopwatch("collate"):
+                work = next(ahead)
+            with self._stopwatch("forward_backward"):
+                self._whole(work)
+            passes = Passes(0, passes.training - 1)
+        with self._stopwatch("forward_backward"):
+            for _ in range(passes.training):
+                (self._policy.policy_logprobs(self._collator.dummy(), grad=True) * 0.0).sum().backward()
 
     def collect(self) -> Callable[[], Gathered]:
         """Start to copy the results to the host; the function returned waits for them and caches what rows keep."""
-        scored = [values for _, values in self._fresh]
-        parts = [self._logprobs, self._reference, self._used_weights, self._log_z, self._loss.float(), *scored]
-        flat = torch.cat([part.detach().reshape(-1) for part in parts]).to("cpu", non_blocking=True)
+        counts = to_device(np.array([self._trained_tokens, self._scored_tokens], np.float32), self._policy.device)
+        parts = [self._logprobs, self._used_weights, self._log_z, self._loss.float(), counts]
+        summed = torch.cat([part.detach().reshape(-1) for part in parts])
+        self._sum(summed)
+        flat = torch.cat([summed, self._reference.reshape(-1), self._scored]).to("cpu", non_blocking=True)
         copied = None
         if self._policy.device.type == "cuda":
             copied = torch.cuda.Event()
@@ -147,22 +163,43 @@ class BatchGradient:
 
     # -- private
 
+    def _sum(self, values: Tensor) -> None:
+        """Over ranks, each of which has 0 where another computes."""
+        if self._ranks is not None:
+            self._ranks.sum(values)
+
+    def _score_chunks(self, chunks: Sequence[np.ndarray]) -> None:
+        ahead = self._collator.rows_ahead(chunks)
+        for chunk in chunks:
+            with self._stopwatch("collate"):
+                packed = next(ahead)
+            with self._stopwatch("reference"):
+                places = to_device(np.searchsorted(self._missing, chunk), self._policy.device)
+                self._scored.index_copy_(0, places, self._policy.reference_logprobs(packed))
+            self._scored_tokens += packed.num_tokens
+
     def _whole(self, work: Work) -> None:
         (piece,) = work.pieces
         flat = self._policy.policy_logprobs(piece.rows, grad=True)  # (B,)
         self._objective_of(work, self._table(work).index_put((piece.slots,), flat)).backward()
+        self._trained_tokens += work.num_tokens
 
-    def _in_pieces(self, work: Work) -> None:
-        """Two passes: log-probabilities without gradients, then the backward pass in any split (system.md §5)."""
+    def _first_pass(self, work: Work) -> Tensor:
+        """Of an oversized group (system.md §5): its loss by its log-probabilities, without the model's gradients."""
         table = self._table(work)
         for piece in work.pieces:
             table[piece.slots] = self._policy.policy_logprobs(piece.rows, grad=False)
         table.requires_grad_()
         self._objective_of(work, table).backward()
         assert table.grad is not None
+        return table.grad
+
+    def _second_pass(self, work: Work, grad: Tensor) -> None:
+        """The backward pass in any split."""
         for piece in work.pieces:
-            share = table.grad[piece.slots]
+            share = grad[piece.slots]
             (share * self._policy.policy_logprobs(piece.rows, grad=True)).sum().backward()
+        self._trained_tokens += work.num_tokens
 
     def _table(self, work: Work) -> Tensor:
         """Zeros for the (G, K) log-probabilities of a micro-batch, flat."""
@@ -198,13 +235,12 @@ class BatchGradient:
     def _unpack(self, flat: np.ndarray) -> Gathered:
         shape = self._plan.rows.shape
         size = shape[0] * shape[1]
-        logprobs, reference, weights = (flat[i * size : (i + 1) * size].reshape(shape).copy() for i in range(3))
-        log_z, (loss,) = flat[3 * size : 3 * size + shape[0]].copy(), flat[3 * size + shape[0] :][:1]
-        start = 3 * size + shape[0] + 1
-        for rows, _ in self._fresh:
-            self._buffer.set_ref_logprobs(rows, flat[start : start + len(rows)])
-            start += len(rows)
+        ends = np.cumsum([size, size, shape[0], 1, 2, size])
+        logprobs, weights, log_z, (loss,), counts, reference, scored = np.split(flat, ends)
+        logprobs, weights, reference = (part.reshape(shape).copy() for part in (logprobs, weights, reference))
+        if len(scored):
+            self._buffer.set_ref_logprobs(self._missing, scored)
         if self._alpha != 0.0:
             first = self._used & np.isnan(self._mu)
             self._buffer.set_mu_logprobs(self._plan.rows[first], logprobs[first])
-        return Gathered(logprobs, reference, weights, log_z, float(loss), self._trained_tokens, self._scored_tokens)
+        return Gathered(logprobs, reference, weights, log_z.copy(), float(loss), int(counts[0]), int(counts[1]))

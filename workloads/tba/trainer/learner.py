@@ -6,6 +6,7 @@ ShardBatch ─► ingest ─► ReplayBuffer ─► Sampler.sample ─► (P, K)
               Optimizer.apply ◄──────── BatchGradient: reference log-probs, forward, objective, backward
 ```
 The same object serves a live run, a resumed one and an offline replay; that is why their weights can be compared.
+With several ranks it is rank 0's: it orders what the others do (`rank`), and computes its own share.
 P prompts (groups) a batch, K responses a group.
 """
 
@@ -27,14 +28,17 @@ from tba.protocol.bookkeeping import Bookkeeping
 from tba.protocol.lineage import effective_version
 from tba.scoring import Rows
 from tba.shards import ShardBatch
+from tba.trainer.batchrows import pack_batch
 from tba.trainer.buffer import AddReport, Fetch, NewRows, ReplayBuffer
 from tba.trainer.checkpoint import TrainerState
 from tba.trainer.collate import Collator
 from tba.trainer.counters import Counters
 from tba.trainer.gradient import BatchGradient
-from tba.trainer.model import Policy
 from tba.trainer.optim import Optimizer, Update
+from tba.trainer.rank import step_facts
+from tba.trainer.ranks import Ranks
 from tba.trainer.sampling import BatchPlan, Sampler, SamplingSettings, Waiting
+from tba.trainer.scoring_policy import ScoringPolicy
 from tba.trainer.stopwatch import Stopwatch
 
 _SAME_REWARD = 1e-6
@@ -68,9 +72,11 @@ class StepResult:
 class Learner:
     """Policy, optimizer, buffer and sampler of one run."""
 
-    def __init__(self, policy: Policy, config: RunConfig) -> None:
+    def __init__(self, policy: ScoringPolicy, config: RunConfig, ranks: Ranks | None = None) -> None:
+        """`ranks`: over which the policy is spread; null: it is whole in this process."""
         self.policy = policy
         self.config = config
+        self._ranks = ranks
         self.step = 0
         self.counters = Counters()
         self.shard_paths: dict[ShardId, str] = {}
@@ -85,6 +91,11 @@ class Learner:
         self.sampler = Sampler(config.objective.seed)
         self._objective = lookup(config.objective.type)
         self._collator = Collator(self.buffer, policy)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that compute each step together."""
+        return 1 if self._ranks is None else self._ranks.size
 
     # -- rows in
 
@@ -119,6 +130,9 @@ class Learner:
             self.buffer.set_reference(f"{self.step}")
         stopwatch = Stopwatch(self.policy.device)
         beta = beta_at(self.step + 1, self.config.objective)
+        if self._ranks is not None:
+            facts = step_facts(live.trainer, beta=beta, step=self.step + 1, epoch=epoch)
+            self._ranks.order("step", facts, pack_batch(self.buffer, plan))
         gradient = BatchGradient(
             self.policy,
             self.buffer,
@@ -128,6 +142,7 @@ class Learner:
             loss=self._objective,
             beta=beta,
             stopwatch=stopwatch,
+            ranks=self._ranks,
         )
         self.optimizer.zero_grad()
         gradient.run(live.trainer.micro_batch_tokens)
@@ -161,13 +176,15 @@ class Learner:
 
     def state(self) -> TrainerState:
         """Detached copy of everything; cheap enough to take between two steps."""
+        if self._ranks is not None:
+            self._ranks.order("state")
+        master, reference = self.policy.master_state(), self.policy.reference_state()
         moments, norms = self.optimizer.state()
         tensors: dict[str, dict[str, Tensor]] = {
-            "master": self.policy.master_state(),
+            "master": master,
             "optimizer": moments,
             "buffer": {n: torch.from_numpy(np.array(a, copy=True)) for n, a in self.buffer.state().items()},
         }
-        reference = self.policy.reference_state()
         if reference is not None:
             tensors["reference"] = reference
         facts = {
@@ -186,9 +203,14 @@ class Learner:
         """
         facts: dict[str, Any] = dict(state.facts)
         self.step = step
+        moments = state.tensors["optimizer"]
+        if self._ranks is not None:
+            self._ranks.order("restore", {"grad_norms": facts["grad_norms"]})
         self.policy.restore(state.tensors["master"], state.tensors.get("reference"))
         self.policy.reference_policy = PolicyId(*facts["reference_policy"])
-        self.optimizer.restore(state.tensors["optimizer"], facts["grad_norms"])
+        self.optimizer.restore(
+            moments.items() if self._ranks is None else self._ranks.stream(moments), facts["grad_norms"]
+        )
         lost = self.buffer.restore({n: t.numpy() for n, t in state.tensors["buffer"].items()}, fetch)
         self.sampler.restore(facts["sampler"])
         self.counters = Counters.restored(facts["counters"])

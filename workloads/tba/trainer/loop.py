@@ -87,7 +87,7 @@ class Trainer:
             self._history, self._learner, tracker, epoch=self._epoch, decode=ready.tokenizer.decode, live=live
         )
         self._colocated = colocated or nobody()
-        self._colocated.tell = self._report.event
+        self._colocated.attach(tell=self._report.event, beat=heartbeat.beat, stopping=stop.is_set)
         self._phases = Phases()
         self._waiting: str | None = None
         self._version0 = ready.facts.version0
@@ -142,7 +142,7 @@ class Trainer:
             commit=lambda: self._committer.latest.commit,
             is_ingested=lambda shard: self._book.contains(shard),
             starved=lambda: self._waiting is not None,
-            poll_seconds=lambda: live().sync.poll_interval_seconds,
+            poll_seconds=lambda: self._colocated.poll_seconds(live().sync.poll_interval_seconds),
             give_up_seconds=give_up,
             foreign=ready.facts.foreign,
         )
@@ -284,13 +284,13 @@ class Trainer:
         self.tracker.trajectories = self._learner.counters.ingested_rows
 
     def _wait(self, reason: str) -> None:
+        self._colocated.wake()
         if reason != self._waiting:
             if self._waiting is None:
                 self._report.event("waiting", reason)
                 self._ingestor.poll_now()
             log.info(DATA_AWAITED, reason=reason)
             self._waiting = reason
-        self._colocated.wake()
         self.tracker.state, self.tracker.detail = "WaitingForData", self._describe_wait(reason)
         with self._phases.piece("wait_data"):
             self._take_rows(min(0.5, self._live().sync.poll_interval_seconds))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from tba.stop import stop_signals
 from tba.trainer.colocated import Colocated, command
 from tba.trainer.loop import Terminated, Trainer
 from tba.trainer.progress import Tracker
+from tba.trainer.rank import serve
+from tba.trainer.rankprocesses import RankProcesses, device_of, join_as_child, own_rank, torchrun_size
+from tba.trainer.ranks import Ranks, join
 from tba.trainer.startup import AlreadyComplete, prepare
 
 TERMINATED_EXIT = 143
@@ -43,6 +47,8 @@ class TrainerOptions:
     threads: int | None = None
     grace_seconds: float = DEFAULT_GRACE_SECONDS
     log_file: Path | None = None
+    ranks: int = 1
+    """Processes that train together, each on a GPU of its own."""
 
 
 def run_trainer(options: TrainerOptions) -> int:
@@ -50,19 +56,29 @@ def run_trainer(options: TrainerOptions) -> int:
 
     Raises: UserError (64), StoreUnavailable (2), Fenced (3); anything else is a crash (1).
     """
-    run = read_run_file(options.config_dir)
-    live = LiveSettings(options.config_dir)
     favour_the_loop()
-    configure(role="trainer", run=run.name, file=options.log_file)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    run = read_run_file(options.config_dir)
+    if rank := own_rank(os.environ):
+        configure(role=f"trainer-rank-{rank}", run=run.name, file=options.log_file)
+        serve(join_as_child())
+        return 0
+    live = LiveSettings(options.config_dir)
+    configure(role="trainer", run=run.name, file=options.log_file)
     heartbeat = telemetry.Heartbeat(STEP_BUDGET_SECONDS)
     tracker = Tracker(run.config.objective.total_steps, os.environ.get("TBA_POD_UID"))
     last_words.report_progress(tracker.progress)
-    with stop_signals() as stop, trace.recording("trainer"), _http(options.port, heartbeat, tracker):
+    with (
+        stop_signals() as stop,
+        trace.recording("trainer"),
+        _http(options.port, heartbeat, tracker),
+        _ranks(options) as ranks,
+    ):
         try:
             with heartbeat.allow("starting", START_BUDGET_SECONDS):
-                ready = prepare(run, live(), options.storage or live().storage.uri, tracker.alarms.weather)
+                uri = options.storage or live().storage.uri
+                ready = prepare(run, live(), uri, tracker.alarms.weather, ranks=ranks)
             if stop.is_set():  # nothing has been trained yet: nothing to save
                 raise Terminated
             trainer = Trainer(
@@ -86,6 +102,35 @@ def run_trainer(options: TrainerOptions) -> int:
             log.info(SIGNAL_RECEIVED, detail="asked to end: stopped between two steps")
             return TERMINATED_EXIT
     return 0
+
+
+@contextmanager
+def _ranks(options: TrainerOptions) -> Iterator[Ranks | None]:
+    """This process among the others that train with it; None where it trains alone."""
+    size = torchrun_size(os.environ)
+    if size > 1:
+        ranks = join(0, size, device_of(0))
+        yield ranks
+        ranks.close()  # after an error torchrun ends the others
+        return
+    if options.ranks == 1:
+        yield None
+        return
+    argv = [sys.executable, "-m", "tba", "trainer", "--config", str(options.config_dir)]
+    argv += ["--threads", str(options.threads)] if options.threads is not None else []
+    processes = RankProcesses(options.ranks, argv, on_loss=_end_at_once)
+    in_order = False
+    try:
+        yield processes.ranks
+        in_order = True
+    finally:
+        processes.close(in_order=in_order)
+
+
+def _end_at_once(told: str) -> None:
+    """In a thread: the main one may wait for the lost rank for long."""
+    last_words.leave(1, told)
+    os._exit(1)
 
 
 def _colocated(options: TrainerOptions, live: LiveSettings) -> Colocated:

@@ -6,6 +6,7 @@ Whether activations fit is measured, not guessed from shapes: a short forward pa
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tba.contracts.config import TrainerSettings
@@ -18,6 +19,11 @@ HEADROOM = 0.8
 STATE_BYTES = 12
 """A parameter's gradient and two moments, float32: not there yet when the first step is planned."""
 PROBE_TOKENS = 256
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def needs_checkpointing(bytes_per_token: float, budget_tokens: int, free_bytes: int) -> bool:
@@ -61,11 +67,12 @@ def compile_layers(*models: nn.Module) -> None:
 class ActivationMemory:
     """Decides about checkpointing for one model, anew when the settings change."""
 
-    def __init__(self, model: nn.Module, scorer: Scorer) -> None:
+    def __init__(self, model: nn.Module, scorer: Scorer, *, bytes_per_token: float | None = None) -> None:
+        """`bytes_per_token`: measured before, where the model cannot be run alone."""
         self._model = model
         self._scorer = scorer
         self._decided: tuple[str, int] | None = None
-        self._bytes_per_token: float | None = None
+        self._bytes_per_token = bytes_per_token
 
     def configure(self, settings: TrainerSettings) -> None:
         """Turn checkpointing on or off as the settings say. Raises: UserError for Always where it cannot be."""
@@ -87,25 +94,26 @@ class ActivationMemory:
         device = self._scorer.device
         if self._bytes_per_token is None:
             set_checkpointing(self._model, False)
-            self._bytes_per_token = self._measure()
+            self._bytes_per_token = activation_bytes(self._model, self._scorer)
         free, _ = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        missing = sum(p.numel() * STATE_BYTES for p in self._model.parameters() if p.requires_grad)
+        missing = sum(local(p).numel() * STATE_BYTES for p in self._model.parameters() if p.requires_grad)
         if self._decided is not None:  # a step has been taken: moments are there
             missing = 0
         return needs_checkpointing(self._bytes_per_token, budget, free - missing)
 
-    def _measure(self) -> float:
-        """Bytes that a forward pass with gradients keeps, a token."""
-        device = self._scorer.device
-        prompts = [np.zeros(PROBE_TOKENS, np.int64)]
-        rows = self._scorer.pack(prompts, [np.zeros(1, np.int64)])
-        embedding = self._model.get_input_embeddings().weight  # type: ignore[operator, union-attr]
-        with torch.enable_grad():
-            # Not `backward`: no parameter is to get a gradient of it. Kernels' workspaces are there from now on.
-            torch.autograd.grad(self._scorer.token_logprobs(rows).sum(), embedding)
-            before = torch.cuda.memory_allocated(device)
-            kept = self._scorer.token_logprobs(rows)
-        used = torch.cuda.memory_allocated(device) - before
-        del kept
-        return used / rows.num_tokens
+
+def activation_bytes(model: nn.Module, scorer: Scorer) -> float:
+    """Bytes that a forward pass with gradients keeps, a token. On a GPU."""
+    device = scorer.device
+    prompts = [np.zeros(PROBE_TOKENS, np.int64)]
+    rows = scorer.pack(prompts, [np.zeros(1, np.int64)])
+    embedding = model.get_input_embeddings().weight  # type: ignore[operator, union-attr]
+    with torch.enable_grad():
+        # Not `backward`: no parameter is to get a gradient of it. Kernels' workspaces are there from now on.
+        torch.autograd.grad(scorer.token_logprobs(rows).sum(), embedding)
+        before = torch.cuda.memory_allocated(device)
+        kept = scorer.token_logprobs(rows)
+    used = torch.cuda.memory_allocated(device) - before
+    del kept
+    return used / rows.num_tokens

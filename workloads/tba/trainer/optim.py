@@ -2,12 +2,13 @@
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from tba.contracts.config import Objective
@@ -69,7 +70,7 @@ class Optimizer:
         """
         limit = self._limit()
         grads = [p.grad for p in self._parameters if p.grad is not None]
-        total = get_total_norm(grads)
+        total = _whole(get_total_norm(grads))  # over all ranks
         norm = float(total)  # the one point of a step at which the host waits for a GPU
         if not math.isfinite(norm):
             raise FloatingPointError(f"gradient norm at step {step} is {norm}: lower learningRate or raise beta")
@@ -84,22 +85,25 @@ class Optimizer:
         return Update(norm, clipped, rate)
 
     def state(self) -> tuple[dict[str, Tensor], list[float]]:
-        """Host copies of the moments by parameter name, and the recent gradient norms."""
+        """Host copies of the moments by parameter name, and the recent gradient norms. All ranks at once."""
         tensors: dict[str, Tensor] = {}
         for name, parameter in zip(self._names, self._parameters, strict=True):
             for key, value in self._adamw.state.get(parameter, {}).items():
-                tensors[f"{key}/{name}"] = value.detach().to("cpu", copy=True)
+                tensors[f"{key}/{name}"] = _whole(value.detach()).to("cpu", copy=True)
         return tensors, list(self._norms)
 
-    def restore(self, tensors: Mapping[str, Tensor], norms: list[float]) -> None:
+    def restore(self, tensors: Iterable[tuple[str, Tensor]], norms: Sequence[float]) -> None:
         """Undo `state`. Raises: KeyError if a tensor names an unknown parameter."""
         by_name = dict(zip(self._names, self._parameters, strict=True))
         self._adamw.state.clear()
-        for full, value in tensors.items():
+        for full, value in tensors:
             key, name = full.split("/", 1)
             parameter = by_name[name]
             # The fused kernel counts steps beside the moments.
-            self._adamw.state.setdefault(parameter, {})[key] = value.to(parameter.device, copy=True)
+            placed = value.to(parameter.device, copy=True)
+            if isinstance(parameter, DTensor) and value.shape == parameter.shape:
+                placed = shard_like(parameter, placed)
+            self._adamw.state.setdefault(parameter, {})[key] = placed
         self._norms = deque(norms, maxlen=CLIP_WINDOW)
 
     def _limit(self) -> float | None:
@@ -111,3 +115,12 @@ class Optimizer:
             norms = [norm for norm in self._norms if norm > 0]
             return CLIP_FACTOR * median(norms) if len(norms) >= CLIP_WARMUP else None
         return float(setting)
+
+
+def shard_like(like: DTensor, whole: Tensor) -> DTensor:
+    """This rank's part of a tensor that all ranks have on their device."""
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -9,6 +9,7 @@ from tba.contracts.config import LiveConfig
 from tba.contracts.history import EvalRow, EventRow, PublishRow, QuarantineRow
 from tba.log import HOLD_WEAKENED, REFERENCE_CHANGED, SHARD_QUARANTINED, STEP_COMPLETED, log
 from tba.shards import ShardBatch
+from tba.trainer.colocated import NAME as COLOCATED
 from tba.trainer.journal import Journal
 from tba.trainer.learner import Learner, StepResult
 from tba.trainer.phases import Timing
@@ -104,6 +105,8 @@ class Reporter:
     def delivered(self, batch: ShardBatch) -> None:
         """A searcher's shard has been ingested."""
         header = batch.header
+        if header.searcher == COLOCATED:  # it sleeps most of the time: no measure of what another one would deliver
+            return
         up_seconds = header.stats.get("up_seconds", 0.0)
         self._tracker.rates.delivered(header.incarnation, len(batch), up_seconds, time.monotonic())
 

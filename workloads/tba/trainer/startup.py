@@ -13,6 +13,7 @@ latest.checkpoint? ── no ──► step 0      yes ──► restore it (or 
 
 import json
 import os
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +44,11 @@ from tba.trainer.fork import load_fork
 from tba.trainer.ingest import Binding
 from tba.trainer.learner import Learner
 from tba.trainer.model import Policy
+from tba.trainer.rank import order_build
+from tba.trainer.ranks import Ranks
 from tba.trainer.reread import LostShard, ShardReader
+from tba.trainer.scoring_policy import ScoringPolicy
+from tba.trainer.sharded import ShardedPolicy
 from tba.trainer.trial import try_reward
 
 EVAL_BLOCK_PROMPTS = 64
@@ -87,8 +92,12 @@ class Loaded:
     origin: ForkOrigin | None = None
 
 
-def prepare(run: RunFile, live: LiveConfig, uri: str, weather: Weather | None = None) -> Ready:
+def prepare(
+    run: RunFile, live: LiveConfig, uri: str, weather: Weather | None = None, *, ranks: Ranks | None = None
+) -> Ready:
     """Claim the run at `uri` and restore or begin it. `weather` is told how its storage fares, from the first request.
+
+    `ranks`: over which the model is spread; null: it is whole in this process.
 
     Raises: UserError (another job's prefix, changed configuration), StoreUnavailable, AlreadyComplete.
     """
@@ -110,8 +119,8 @@ def prepare(run: RunFile, live: LiveConfig, uri: str, weather: Weather | None = 
     prompts = load_prompt_set(store, record.train_prompts)
     _refuse_few_prompts(prompts, record)
     if committer.latest.checkpoint is None:
-        return _begin(store, record, committer, run, live, loaded, prompts)
-    return _resume(store, record, committer, prompts)
+        return _begin(store, record, committer, run, live, loaded, prompts, ranks)
+    return _resume(store, record, committer, prompts, ranks)
 
 
 def _take_over(store: ObjectStore, record: RunRecord) -> Committer:
@@ -130,6 +139,7 @@ def _begin(
     live: LiveConfig,
     loaded: Loaded | None,
     prompts: PromptSet,
+    ranks: Ranks | None,
 ) -> Ready:
     begun = (loaded or _load(run, live)).model
     if begun.revision != record.model_revision:
@@ -137,7 +147,7 @@ def _begin(
             f"{_source(run)} gave revision {begun.revision}, this run began with {record.model_revision}: "
             "restore it, or delete the run with `tba storage delete`"
         )
-    learner = Learner(_policy(begun.model, record), record.config)
+    learner = _learner(begun.model, record, begun.assets, ranks)
     return Ready(
         store=store,
         record=record,
@@ -152,7 +162,9 @@ def _begin(
     )
 
 
-def _resume(store: ObjectStore, record: RunRecord, committer: Committer, prompts: PromptSet) -> Ready:
+def _resume(
+    store: ObjectStore, record: RunRecord, committer: Committer, prompts: PromptSet, ranks: Ranks | None
+) -> Ready:
     assert committer.latest.checkpoint is not None
     key, manifest, state = restore_newest(store, committer.latest.checkpoint)
     facts = LoopFacts.of(state.facts)
@@ -160,12 +172,12 @@ def _resume(store: ObjectStore, record: RunRecord, committer: Committer, prompts
     model, tokenizer = build_model(
         version0.assets,
         dtype=torch.float32,
-        device=_device(),
+        device=_device() if ranks is None else "cpu",
         trust_remote_code=record.config.model.trust_remote_code,
     )
     load_weights(model, version0.tensors)
     book = Bookkeeping.restored(manifest, key, committer.epoch)
-    learner = Learner(_policy(model, record), record.config)
+    learner = _learner(model, record, version0.assets, ranks)
     reader = ShardReader(store, binding(record, prompts, model), state.facts["shard_paths"], book.lineage)
     missing = learner.restore(state, book.step, reader)
     return Ready(
@@ -190,17 +202,28 @@ def binding(record: RunRecord, prompts: PromptSet, model: torch.nn.Module) -> Bi
     return Binding(record.run_id, len(prompts), int(vocabulary), record.config.model.max_model_len, prompts)
 
 
-def _policy(model: torch.nn.Module, record: RunRecord) -> Policy:
-    config = record.config
-    policy = Policy(
-        model.to(_device()),
-        config=config.model,
-        reference=config.objective.reference,
-        temperature=config.objective.temperature,
-    )
+def _learner(model: torch.nn.Module, record: RunRecord, assets: Mapping[str, bytes], ranks: Ranks | None) -> Learner:
+    config, objective = record.config, record.config.objective
+    policy: ScoringPolicy
+    if ranks is None:
+        policy = Policy(
+            model.to(_device()),
+            config=config.model,
+            reference=objective.reference,
+            temperature=objective.temperature,
+        )
+    else:
+        order_build(ranks, config.model, objective, assets)
+        policy = ShardedPolicy(
+            model,
+            config=config.model,
+            reference=objective.reference,
+            temperature=objective.temperature,
+            ranks=ranks,
+        )
     scorer = policy.scorer
     log.info(SCORER_CHOSEN, layout=scorer.layout, dtype=config.model.dtype, refused=scorer.refused)
-    return policy
+    return Learner(policy, config, ranks)
 
 
 def _device() -> torch.device:

@@ -17,8 +17,9 @@ class StepWork:
         tensors = ((name, tuple(tensor.shape)) for name, tensor in model.named_parameters())
         self._shape = model_shape(model.config.to_dict(), tensors)  # type: ignore[union-attr, operator]
         on_gpu = learner.policy.device.type == "cuda"
-        self.peak_flops = peak_flops(gpu_model(), learner.config.model.dtype) if on_gpu else None
-        """What the GPU could do a second; None: not known, or there is none."""
+        peak = peak_flops(gpu_model(), learner.config.model.dtype) if on_gpu else None
+        self.peak_flops = peak and peak * learner.num_ranks
+        """What the GPUs could do a second; None: not known, or there is none."""
 
     def flops(self, result: StepResult) -> float | None:
         """None if the model is no dense decoder.

@@ -1,0 +1,51 @@
+"""`tba trainer --ranks 2` as a process: it survives the loss of a rank and SIGTERM, and completes its run."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from support.audit import audit
+from support.processes import cluster, job_for
+
+from tba.contracts.keys import CheckpointKey
+from tba.contracts.records import RunState
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except FileNotFoundError:
+        return False
+
+
+def test_a_run_of_two_ranks_goes_on_after_a_killed_rank_and_after_sigterm_and_completes_with_one(tmp_path):
+    job = job_for(tmp_path, f"file://{tmp_path}/store", objective={"totalSteps": 80})
+    with cluster(tmp_path, job) as run:
+        run.searcher()
+        first = run.trainer(TBA_TRAINER_RANKS="2")
+        run.wait_for(lambda latest: latest.checkpoint is not None and CheckpointKey.parse(latest.checkpoint).step >= 5)
+        (rank,) = children_of(first.pid)
+        os.kill(rank, signal.SIGKILL)
+        assert first.wait(30) == 1, run.tail()
+        assert '"event": "rank_ended"' in run.tail(40) and "SIGKILL" in run.tail(40)
+
+        second = run.trainer(TBA_TRAINER_RANKS="2")
+        step = run.latest().step
+        run.wait_for(lambda latest: latest.epoch == 2 and latest.step >= step + 4)
+        (rank,) = children_of(second.pid)
+        assert run.stop(second) == [143], run.tail()
+        deadline = time.monotonic() + 10
+        while alive(rank):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        last = run.trainer()
+        assert last.wait(240) == 0, run.tail()
+        latest = run.latest()
+        assert (latest.state, latest.step, latest.epoch) == (RunState.COMPLETE, 80, 3)
+        result = audit(run.store)
+        assert result.lost == set() and result.doubled == set()

@@ -1,0 +1,103 @@
+"""Several ranks train as one does: real processes, gloo, FSDP2 on the CPU."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = ROOT / "tests/support/rank_runs.py"
+RECIPES = ["plain", "oversized", "one_group", "ratio", "ema", "reset", "clipped", "recomputed", "bfloat16"]
+TOLERANCE = 1e-6
+ROUNDING = {"bfloat16": 2e-3}
+"""A master's step may differ where the sums of bf16 gradients round differently; the learning rate is 1e-3."""
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": f"{ROOT / 'workloads'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+
+
+def run(num_ranks: int, folder: Path, *names: str) -> None:
+    argv = [sys.executable, str(PROGRAM), str(num_ranks), str(folder), *names]
+    done = subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """By number of ranks: the folder with each recipe's results."""
+    folders = {n: tmp_path_factory.mktemp(f"ranks-{n}") for n in (1, 2)}
+    for num_ranks, folder in folders.items():
+        run(num_ranks, folder, *RECIPES)
+    return folders
+
+
+def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], prefix: str) -> float:
+    names = [n for n in one if n.startswith(prefix)]
+    assert names and set(names) == {n for n in other if n.startswith(prefix)}
+    return max((one[n].double() - other[n].double()).abs().max().item() for n in names if one[n].numel())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_two_ranks_give_the_update_of_one(results, recipe):
+    one, two = (load_file(results[n] / f"{recipe}.safetensors") for n in (1, 2))
+    allowed = ROUNDING.get(recipe, TOLERANCE)
+    for what in ("master/", "staged/", "optimizer/"):
+        assert differences(one, two, what) <= allowed, what
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_two_ranks_report_the_log_ratios_and_weights_of_one(results, recipe):
+    one, two = (load_file(results[n] / f"{recipe}.safetensors") for n in (1, 2))
+    allowed = 0.05 if recipe == "bfloat16" else 2e-5
+    for what in ("ell/", "weights/", "log_z/"):
+        assert differences(one, two, what) <= allowed, what
+    losses = [torch.stack([t[:2] for n, t in sorted(r.items()) if n.startswith("numbers/")]) for r in (one, two)]
+    torch.testing.assert_close(*losses, rtol=1e-2 if recipe == "bfloat16" else 1e-4, atol=1e-5)
+
+
+def test_a_checkpoint_of_one_rank_goes_on_with_two_and_their_checkpoint_with_one(results, tmp_path):
+    for num_ranks, start in ((1, 0), (2, 2), (1, 4)):
+        run(num_ranks, tmp_path, f"resume:{start}")
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    run(1, alone, "resume:0", "resume:2", "resume:4")
+    mixed, never = (load_file(folder / "resume:4.safetensors") for folder in (tmp_path, alone))
+    for what in ("master/", "optimizer/", "reference/"):
+        assert differences(mixed, never, what) <= TOLERANCE, what
+
+
+@pytest.fixture
+def training(tmp_path):
+    """A trainer of two ranks amid its steps, and the pid of rank 1."""
+    argv = [sys.executable, str(PROGRAM), "2", str(tmp_path), "forever"]
+    with subprocess.Popen(argv, env=environment(), stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while "training" not in process.stderr.readline():
+            assert process.poll() is None
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        yield process, int(children[0])
+        process.kill()
+
+
+def test_a_rank_that_is_killed_amid_a_step_ends_rank_0_with_words_for_it(training):
+    process, child = training
+    os.kill(child, signal.SIGKILL)
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 7
+    assert "trainer rank 1 ended with SIGKILL" in told
+
+
+def test_ranks_end_with_a_trainer_that_is_killed(training):
+    process, child = training
+    process.kill()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child}/cmdline").exists() and Path(f"/proc/{child}/cmdline").read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,190 @@
+"""Trains a tiny model by each of some recipes, with one rank or several, and saves what came of it.
+
+python rank_runs.py RANKS FOLDER RECIPE...      (rank 0; it starts the others: python rank_runs.py)
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from support.learning import feed, live_config, make_shard, run_config, tiny_llama
+
+from tba.contracts.config import RunConfig
+from tba.contracts.records import Lineage
+from tba.trainer.checkpoint import TrainerState
+from tba.trainer.learner import Learner, new_rows
+from tba.trainer.model import Policy
+from tba.trainer.rank import order_build, serve
+from tba.trainer.rankprocesses import RankProcesses, join_as_child
+from tba.trainer.sharded import ShardedPolicy
+
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A way to train."""
+
+    objective: dict
+    micro_batch_tokens: int = 4096
+    dtype: str = "float32"
+    checkpointing: str = "Auto"
+
+
+RECIPES = {
+    "plain": Recipe({}),
+    "oversized": Recipe({"promptsPerBatch": 2}, micro_batch_tokens=12),
+    "one_group": Recipe({"promptsPerBatch": 1}),
+    "ratio": Recipe({"parameters": {"ratioAlpha": 0.5, "ratioClip": 2.0}}, micro_batch_tokens=30),
+    "ema": Recipe({"reference": {"type": "EMA", "decay": 0.5}}),
+    "reset": Recipe({"reference": {"type": "Reset", "everySteps": 2}}),
+    "clipped": Recipe({"optimizer": {"maxGradNorm": 0.01}}),
+    "recomputed": Recipe({}, micro_batch_tokens=30, checkpointing="Always"),
+    "bfloat16": Recipe({}, micro_batch_tokens=30, dtype="bfloat16"),
+}
+SHARDS = (0, 1)
+
+
+def config_of(recipe: Recipe) -> RunConfig:
+    config = run_config(**recipe.objective)
+    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": recipe.dtype})})
+
+
+def live_of(recipe: Recipe):
+    live = live_config(micro_batch_tokens=recipe.micro_batch_tokens)
+    settings = live.trainer.model_copy(update={"activation_checkpointing": recipe.checkpointing})
+    return live.model_copy(update={"trainer": settings})
+
+
+@contextmanager
+def learners(num_ranks: int):
+    """A maker of learners, each over all ranks."""
+    if num_ranks == 1:
+        yield _alone
+        return
+    processes = RankProcesses(num_ranks, [sys.executable, __file__], on_loss=_lost)
+    done = False
+    try:
+        yield lambda config: _spread(config, processes)
+        done = True
+    finally:
+        processes.close(in_order=done)
+
+
+def _lost(told: str) -> None:
+    print(told, file=sys.stderr, flush=True)
+    os._exit(7)
+
+
+def _alone(config: RunConfig) -> Learner:
+    torch.manual_seed(0)
+    objective = config.objective
+    policy = Policy(
+        tiny_llama().to("cuda" if torch.cuda.is_available() else "cpu"),
+        config=config.model,
+        reference=objective.reference,
+        temperature=objective.temperature,
+    )
+    return Learner(policy, config)
+
+
+def _spread(config: RunConfig, processes: RankProcesses) -> Learner:
+    torch.manual_seed(0)
+    objective, ranks = config.objective, processes.ranks
+    order_build(ranks, config.model, objective, {})
+    policy = ShardedPolicy(
+        tiny_llama(),
+        config=config.model,
+        reference=objective.reference,
+        temperature=objective.temperature,
+        ranks=ranks,
+    )
+    return Learner(policy, config, ranks)
+
+
+def train(learner: Learner, recipe: Recipe, steps: int) -> dict[str, torch.Tensor]:
+    """What `steps` steps gave, and the learner's state."""
+    results: dict[str, torch.Tensor] = {}
+    for _ in range(steps):
+        step = learner.train_step(live_of(recipe), epoch=1)
+        for name in ("ell", "weights", "log_z"):
+            results[f"{name}/{learner.step}"] = torch.from_numpy(getattr(step, name).copy())
+        numbers = [step.loss, step.update.grad_norm, step.trained_tokens, step.scored_tokens]
+        results[f"numbers/{learner.step}"] = torch.tensor(numbers, dtype=torch.float64)
+    return results | {f"staged/{n}": t for n, t in learner.policy.stage().items()} | tensors_of(learner.state())
+
+
+def tensors_of(state: TrainerState) -> dict[str, torch.Tensor]:
+    return {f"{file}/{name}": t.contiguous() for file, tensors in state.tensors.items() for name, t in tensors.items()}
+
+
+def resume(learner: Learner, folder: Path, step: int) -> None:
+    """Go on where the state in `folder` ended."""
+    flat, tensors = load_file(folder / "resume.safetensors"), {}
+    for name, tensor in flat.items():
+        file, _, rest = name.partition("/")
+        tensors.setdefault(file, {})[rest] = tensor
+    from json import loads
+
+    shards = {s.header.id: s for s in map(make_shard, SHARDS)}
+    state = TrainerState(tensors, loads((folder / "resume.json").read_text()))
+    learner.restore(state, step, lambda ids: [new_rows(shards[i], Lineage()) for i in ids])
+
+
+def keep(learner: Learner, folder: Path) -> None:
+    """For `resume`."""
+    from json import dumps
+
+    state = learner.state()
+    save_file(tensors_of(state), folder / "resume.safetensors")
+    (folder / "resume.json").write_text(dumps(state.facts))
+
+
+def run(make: Callable[[RunConfig], Learner], name: str, folder: Path) -> dict[str, torch.Tensor]:
+    if name.startswith("resume"):  # resume:FROM_STEP
+        start = int(name.partition(":")[2])
+        recipe = RECIPES["ema"]
+        learner = make(config_of(recipe))
+        if start:
+            resume(learner, folder, start)
+        else:
+            feed(learner, *map(make_shard, SHARDS))
+        results = train(learner, recipe, 2)
+        keep(learner, folder)
+        return results
+    recipe = RECIPES[name]
+    learner = make(config_of(recipe))
+    feed(learner, *map(make_shard, SHARDS))
+    return train(learner, recipe, STEPS)
+
+
+def train_forever(make: Callable[[RunConfig], Learner]) -> None:
+    """Say so on standard error, after a first step."""
+    learner = make(config_of(RECIPES["plain"]))
+    feed(learner, *map(make_shard, SHARDS))
+    while True:
+        learner.train_step(live_of(RECIPES["plain"]), epoch=1)
+        if learner.step == 1:
+            print("training", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    if len(sys.argv) == 1:
+        serve(join_as_child(), build=lambda _assets, _trust: tiny_llama())
+        return
+    num_ranks, folder = int(sys.argv[1]), Path(sys.argv[2])
+    with learners(num_ranks) as make:
+        for name in sys.argv[3:]:
+            if name == "forever":
+                train_forever(make)
+            save_file(run(make, name, folder), folder / f"{name}.safetensors")
+
+
+if __name__ == "__main__":
+    main()
