@@ -279,16 +279,6 @@ _SHAPE = (
 # tba.contracts.supported and the validators of placement say the same on the command line.
 _RELEASE = (
     Rule(
-        id="release-no-adapters",
-        model=Model,
-        field="lora",
-        holds="!has(self.lora)",
-        what="this release trains full weights only",
-        got="an adapter of rank %d",
-        of=("self.lora.rank",),
-        remedy="remove model.lora",
-    ),
-    Rule(
         id="release-scores-at-the-trainer",
         model=Reference,
         field="scorer",
@@ -317,6 +307,25 @@ _RELEASE = (
         got="gpusPerNode %d",
         of=("self.trainer.gpusPerNode",),
         remedy="set trainer.gpusPerNode: 1, or remove model.lora",
+    ),
+    Rule(
+        id="lora-fixed-reference",
+        model=JobSpec,
+        field="objective.reference.type",
+        holds="!has(self.model.lora) || self.objective.reference.type == 'Fixed'",
+        what="model.lora needs objective.reference.type Fixed: the reference is the model without its adapter",
+        got="%s",
+        of=("self.objective.reference.type",),
+        remedy="set type: Fixed, or remove model.lora",
+    ),
+    Rule(
+        id="release-lora-no-compile",
+        model=JobSpec,
+        field="trainer.compile",
+        holds="!has(self.model.lora) || !self.trainer.compile",
+        what="model.lora goes without trainer.compile in this release",
+        got="true",
+        remedy="set trainer.compile: false, or remove model.lora",
     ),
     Rule(
         id="release-plain-ranks",

@@ -11,9 +11,10 @@ import torch
 from support.learning import feed, live_config, make_shard, run_config
 from support.scoring import gradients, grouped_rows, one_by_one, tiny
 
-from tba.contracts.config import TrainerSettings
+from tba.contracts.config import LoRA, TrainerSettings
 from tba.scoring import Scorer
 from tba.scoring.attention import flash_reason
+from tba.trainer.adapted import make_policy
 from tba.trainer.learner import Learner
 from tba.trainer.memory import layers_of, set_checkpointing
 from tba.trainer.model import Policy
@@ -87,6 +88,20 @@ def learner(dtype: str = "bfloat16", **objective) -> Learner:
     return made
 
 
+def adapted_learner() -> Learner:
+    """Trains an adapter of all linear layers of the decoder, on memory that has been planned."""
+    config = run_config(learningRate=1e-2)
+    lora = LoRA(rank=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+    model = config.model.model_copy(update={"dtype": "bfloat16", "lora": lora})
+    config = config.model_copy(update={"model": model})
+    policy = make_policy(
+        tiny("llama", **WIDE).cuda(), config=model, reference=config.objective.reference, temperature=1.0
+    )
+    made = Learner(policy, config)
+    feed(made, make_shard(0))
+    return made
+
+
 def settings(**changes):
     return live_config().model_copy(update={"trainer": TrainerSettings(**changes)})
 
@@ -113,6 +128,18 @@ def test_settings_change_the_gradient_by_rounding_only(changes):
         for _ in range(3):
             assert np.isfinite(made.train_step(settings(**each), epoch=1).ell).all()
     assert relative(found[1], found[0]) < 0.03
+
+
+@pytest.mark.parametrize("recomputed", ["Auto", "Always"])
+def test_an_adapter_learns_while_its_base_stays_bit_for_bit(recomputed):
+    made = adapted_learner()
+    base = {n: p.clone() for n, p in made.policy.model.named_parameters() if not p.requires_grad}
+    first = made.train_step(settings(activation_checkpointing=recomputed), epoch=1)
+    later = [made.train_step(settings(activation_checkpointing=recomputed), epoch=1) for _ in range(3)]
+    assert not first.ell.any() and all(np.isfinite(r.ell).all() and r.ell.any() for r in later)
+    now = dict(made.policy.model.named_parameters())
+    assert all(torch.equal(now[n], p) for n, p in base.items())
+    assert {t.dtype for n, t in made.policy.stage().items() if n in base} == {torch.bfloat16}
 
 
 def test_step_waits_for_the_gpu_at_the_gradient_norm_alone():

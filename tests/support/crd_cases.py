@@ -180,12 +180,6 @@ SHAPE = (
 
 RELEASE = (
     Case(
-        rule="release-no-adapters",
-        accepted=(spec(model={"lora": None}),),
-        refused=(spec(model={"lora": {}}),),
-        told="this release trains full weights only, got an adapter of rank 16: remove model.lora",
-    ),
-    Case(
         rule="release-scores-at-the-trainer",
         accepted=(objective(reference={"scorer": "Trainer"}),),
         refused=(objective(reference={"scorer": "Searcher"}),),
@@ -202,6 +196,23 @@ RELEASE = (
         accepted=(spec(trainer={"gpusPerNode": 2}),),
         refused=(spec(model={"lora": {}}, trainer={"gpusPerNode": 2}),),
         told="model.lora trains on one GPU in this release, got gpusPerNode 2: set trainer.gpusPerNode: 1, or remove "
+        "model.lora",
+    ),
+    Case(
+        rule="lora-fixed-reference",
+        accepted=(spec(model={"lora": {}}), objective(reference={"type": "EMA", "decay": 0.9})),
+        refused=(
+            spec(model={"lora": {}}, objective={"reference": {"type": "EMA", "decay": 0.9}}),
+            spec(model={"lora": {}}, objective={"reference": {"type": "Reset", "everySteps": 5}}),
+        ),
+        told="model.lora needs objective.reference.type Fixed: the reference is the model without its adapter, got "
+        "EMA: set type: Fixed, or remove model.lora",
+    ),
+    Case(
+        rule="release-lora-no-compile",
+        accepted=(spec(model={"lora": {}}, trainer={"compile": False}), spec(trainer={"compile": True})),
+        refused=(spec(model={"lora": {}}, trainer={"compile": True}),),
+        told="model.lora goes without trainer.compile in this release, got true: set trainer.compile: false, or remove "
         "model.lora",
     ),
     Case(

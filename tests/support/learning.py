@@ -9,8 +9,8 @@ from tba.contracts.keys import ShardKey
 from tba.contracts.records import FinishReason, Outcome, ShardHeader, Span, Trajectory
 from tba.protocol.bookkeeping import Bookkeeping
 from tba.shards.batch import ShardBatch, from_rows
+from tba.trainer.adapted import make_policy
 from tba.trainer.learner import Learner
-from tba.trainer.model import Policy
 
 INCARNATION = "a" * 32
 RUN = "f" * 32
@@ -62,7 +62,7 @@ def tiny_llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def make_learner(config: RunConfig | None = None, *, seed: int = 0, policy: type[Policy] = Policy) -> Learner:
+def make_learner(config: RunConfig | None = None, *, seed: int = 0, policy=make_policy) -> Learner:
     torch.manual_seed(seed)
     config = config or run_config()
     objective = config.objective

@@ -19,8 +19,8 @@ INCARNATION = "c" * 32
 class TinyRun:
     """One trainer after another."""
 
-    def __init__(self, folder, *, min_initial=8, ingest="Continuous", fork_from=None, **objective):
-        """`fork_from`: another run and a step of it, in place of the random model."""
+    def __init__(self, folder, *, min_initial=8, ingest="Continuous", fork_from=None, model=None, **objective):
+        """`fork_from`: another run and a step of it, in place of the random model. `model`: changes to its section."""
         folder.mkdir(exist_ok=True)
         if fork_from is None:
             save_tiny(folder / "model", tied=True)
@@ -39,7 +39,7 @@ class TinyRun:
                 "name": "tiny",
                 "baseDir": str(folder),
                 "config": {
-                    "model": {"uri": "file://model", "dtype": "float32", "maxModelLen": 32},
+                    "model": {"uri": "file://model", "dtype": "float32", "maxModelLen": 32, **(model or {})},
                     "task": {
                         "prompts": {"uri": "file://prompts.jsonl", "answerField": None},
                         "reward": {"name": "fake"},

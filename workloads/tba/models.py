@@ -52,8 +52,6 @@ def load_model(
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # it would tear the live display
-    if settings.lora is not None:
-        raise UserError("model.lora is not implemented in this version: remove it to train the full weights")
     with _local_directory(settings, base_dir, token, open_store) as (directory, revision):
         model_config, tokenizer = _read_directory(directory, settings.trust_remote_code, settings.uri)
         try:

@@ -6,9 +6,11 @@ import torch
 from support.tiny_models import save_tiny
 from transformers import AutoModelForCausalLM
 
+from tba.contracts.config import LoRA
 from tba.contracts.errors import UserError
 from tba.contracts.records import FinishReason, PolicyId, Span
-from tba.models import build_model, weight_tensors
+from tba.lora import attach, merged
+from tba.models import build_model, load_weights, weight_tensors
 from tba.searcher.engines.engine import Request, Response
 from tba.searcher.engines.transformers import TransformersEngine
 
@@ -124,6 +126,28 @@ def test_greedy_equals_generate(assets, tmp_path):
             pad_token_id=13,
         )
         assert done[i].tokens == out[0, ids.shape[1] :].tolist()
+
+
+@torch.no_grad()
+def test_an_adapter_merged_at_a_swap_answers_as_the_one_beside_its_base(assets):
+    base = weights(assets, 1)
+    made = engine(base)
+    model, _ = build_model(base.assets, dtype=torch.float32, device="cpu")
+    load_weights(model, base.tensors)
+    adapter = attach(model, LoRA(rank=4, alpha=8.0, target_modules=["q_proj", "v_proj", "down_proj"]))
+    for tensor in adapter.tensors().values():
+        tensor.normal_(std=0.3)
+    made.load(Weights(Manifest(PolicyId(1, 2)), merged(base.tensors, adapter.tensors(), scale=2.0), base.assets))  # type: ignore[arg-type]
+    requests = [request(i) for i in range(3)]
+    done = run(made, requests)
+    for r in requests:
+        ids, tokens = torch.tensor([[*r.prompt_tokens, *done[r.id].tokens]]), torch.tensor(done[r.id].tokens)
+        logits = model(ids).logits[0, len(r.prompt_tokens) - 1 : -1]
+        wanted = torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0]
+        assert np.allclose(done[r.id].logprobs, wanted, atol=1e-4)
+        with adapter.off():  # a control
+            logits = model(ids).logits[0, len(r.prompt_tokens) - 1 : -1]
+        assert not np.allclose(wanted, torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0], atol=1e-2)
 
 
 def test_two_swaps_in_one_response_give_three_spans_and_their_logprobs(assets):

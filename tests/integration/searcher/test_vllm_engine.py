@@ -6,13 +6,15 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from support.vllm_models import CHARACTERS, EOS, Weights, assets_of, save_small, small_weights
+from support.vllm_models import CHARACTERS, EOS, Manifest, Weights, assets_of, save_small, small_weights
 from transformers import DynamicCache
 
 from tba import failpoints
 from tba.contracts import config
+from tba.contracts.config import LoRA
 from tba.contracts.errors import CorruptObject, UserError
-from tba.contracts.records import FinishReason, Span
+from tba.contracts.records import FinishReason, PolicyId, Span
+from tba.lora import attach, merged
 from tba.models import build_model, load_weights
 from tba.searcher.engines import build
 from tba.searcher.engines.engine import Request, Response
@@ -121,6 +123,27 @@ def test_recorded_logprobs_are_those_of_transformers_also_after_swaps(assets, en
         # A control: other weights are far away.
         other = full_logprobs(small_weights(assets[tied], 9), PROMPTS[0], done[0].tokens)
         assert np.abs(np.array(done[0].logprobs) - other.numpy()).mean() > 0.1
+
+
+@torch.no_grad()
+def test_an_adapter_merged_at_a_swap_answers_as_the_one_beside_its_base(loaded):
+    made, base = loaded
+    model, _ = build_model(base.assets, dtype=torch.float32, device="cpu")
+    load_weights(model, base.tensors)
+    adapter = attach(model, LoRA(rank=4, alpha=8.0, target_modules=["q_proj", "v_proj", "down_proj"]))
+    for tensor in adapter.tensors().values():
+        tensor.normal_(std=0.1)
+    made.load(Weights(Manifest(PolicyId(1, 2)), merged(base.tensors, adapter.tensors(), scale=2.0), base.assets))
+    requests = [request(i) for i in range(3)]
+    done = run(made, requests)
+    for r in requests:
+        ids, tokens = torch.tensor([[*r.prompt_tokens, *done[r.id].tokens]]), torch.tensor(done[r.id].tokens)
+        logits = model(ids).logits[0, len(r.prompt_tokens) - 1 : -1]
+        wanted = torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0]
+        assert np.allclose(done[r.id].logprobs, wanted, atol=1e-4)
+        with adapter.off():  # a control
+            logits = model(ids).logits[0, len(r.prompt_tokens) - 1 : -1]
+        assert not np.allclose(wanted, torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0], atol=1e-2)
 
 
 def test_sampled_frequencies_are_the_whole_distribution(loaded):

@@ -9,17 +9,13 @@ from tba.contracts.supported import refuse_unsupported
 
 
 def test_an_ordinary_job_passes():
-    refuse_unsupported(run_config())
-
-
-@pytest.mark.parametrize("field", ["spec.model.lora", "spec.objective.reference.scorer"])
-def test_each_unsupported_field_is_named(field):
     config = run_config()
-    changed = {
-        "spec.model.lora": {"model": config.model.model_copy(update={"lora": LoRA()})},
-        "spec.objective.reference.scorer": {
-            "objective": config.objective.model_copy(update={"reference": Reference(scorer="Searcher")})
-        },
-    }[field]
-    with pytest.raises(UserError, match=field):
+    refuse_unsupported(config)
+    refuse_unsupported(config.model_copy(update={"model": config.model.model_copy(update={"lora": LoRA()})}))
+
+
+def test_an_unsupported_field_is_named():
+    config = run_config()
+    changed = {"objective": config.objective.model_copy(update={"reference": Reference(scorer="Searcher")})}
+    with pytest.raises(UserError, match=r"spec\.objective\.reference\.scorer"):
         refuse_unsupported(config.model_copy(update=changed))

@@ -1,6 +1,7 @@
 """The weights of a step as a model directory, and a model directory as a snapshot."""
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,16 +11,18 @@ from torch import Tensor
 
 from tba.cli.chain import find_assets, find_weights
 from tba.contracts.config import Model
-from tba.contracts.errors import CorruptObject
+from tba.contracts.errors import CorruptObject, UserError
 from tba.contracts.keys import CHECKPOINTS, MASTER, CheckpointKey, new_nonce
 from tba.contracts.records import SnapshotManifest
+from tba.lora import merged, peft_files, scale_of
 from tba.models import load_model, weight_tensors, write_assets
 from tba.run_record import read_run_record
-from tba.snapshots.fetch import Snapshot, fetch_assets, fetch_snapshot
+from tba.snapshots.fetch import Snapshot, fetch_adapter, fetch_assets, fetch_snapshot
 from tba.snapshots.files import get_file
 from tba.snapshots.layout import parse
+from tba.snapshots.manifest import Link, fetch_manifest
 from tba.store.protocol import ObjectStore
-from tba.trainer.checkpoint import read_manifest
+from tba.trainer.checkpoint import read_facts, read_manifest
 
 WEIGHTS_FILE = "model.safetensors"
 
@@ -30,7 +33,7 @@ def read_snapshot(store: ObjectStore, version: int | None) -> Snapshot:
     Raises: UserError, CorruptObject, StoreUnavailable.
     """
     key = find_weights(store, version)
-    snapshot = _of_checkpoint(store, key) if key.startswith(CHECKPOINTS) else fetch_snapshot(store, key)
+    snapshot = of_checkpoint(store, key) if key.startswith(CHECKPOINTS) else fetch_snapshot(store, key)
     if not snapshot.assets:
         snapshot = dataclasses.replace(snapshot, assets=newest_assets(store))
     return snapshot
@@ -51,6 +54,33 @@ def write_directory(tensors: Mapping[str, Tensor], assets: Mapping[str, bytes], 
     partial.replace(folder / WEIGHTS_FILE)
 
 
+def export_adapter(store: ObjectStore, version: int | None, folder: Path) -> int:
+    """Write the adapter of a step, float32, as PEFT reads it; returns its step.
+
+    Raises: UserError if the run has none, or that step is version 0; CorruptObject, StoreUnavailable.
+    """
+    model = read_run_record(store).config.model
+    if model.lora is None:
+        raise UserError(f"--adapter: the run in {store.uri} trains all weights: export without --adapter")
+    key = find_weights(store, version)
+    if key.startswith(CHECKPOINTS):
+        checkpoint = CheckpointKey.parse(key)
+        entry = next((f for f in read_manifest(store, key).files if f.name == MASTER), None)
+        if entry is None:
+            raise CorruptObject(f"checkpoint {key} lists no {MASTER}")
+        step, tensors = checkpoint.step, parse(get_file(store, checkpoint.prefix, entry))
+    else:
+        link = Link(key, fetch_manifest(store, key))
+        if link.manifest.encoding != "adapter":
+            raise UserError(f"--adapter: version {link.manifest.version} is the base itself: choose a later --step")
+        step, tensors = link.manifest.version, fetch_adapter(store, link)
+    named, settings = peft_files(tensors, model.lora, model.uri)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2))
+    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    return step
+
+
 def directory_snapshot(folder: Path, *, trust_remote_code: bool = False) -> Snapshot:
     """The model in `folder` in the shape engines load. Raises: UserError."""
     settings = Model(uri=f"file://{folder.resolve()}", trust_remote_code=trust_remote_code)
@@ -59,14 +89,19 @@ def directory_snapshot(folder: Path, *, trust_remote_code: bool = False) -> Snap
     return Snapshot(str(folder), manifest, weight_tensors(loaded.model), dict(loaded.assets))
 
 
-def _of_checkpoint(store: ObjectStore, manifest_key: str) -> Snapshot:
+def of_checkpoint(store: ObjectStore, manifest_key: str) -> Snapshot:
     """What the trainer published, or would have: master weights in the run's dtype. Without assets."""
     key = CheckpointKey.parse(manifest_key)
     entry = next((f for f in read_manifest(store, manifest_key).files if f.name == MASTER), None)
     if entry is None:
         raise CorruptObject(f"checkpoint {manifest_key} lists no {MASTER}")
-    dtype: torch.dtype = getattr(torch, read_run_record(store).config.model.dtype)
+    config = read_run_record(store).config.model
+    dtype: torch.dtype = getattr(torch, config.dtype)
     master = parse(get_file(store, key.prefix, entry))
-    tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in master.items()}
     manifest = SnapshotManifest(epoch=key.epoch, version=key.step, nonce=key.nonce, files=[], tensors=[])
+    if config.lora is not None:
+        base = fetch_snapshot(store, str(read_facts(store, manifest_key)["version0"]))
+        weights = merged(base.tensors, master, scale=scale_of(config.lora))
+        return Snapshot(manifest_key, manifest, weights, base.assets)
+    tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in master.items()}
     return Snapshot(manifest_key, manifest, tensors, {})

@@ -40,14 +40,14 @@ class ConfigMapRef(Contract):
 
 
 class LoRA(Contract):
-    """Low-rank adapter to train in place of the full weights."""
+    """Low-rank adapter to train in place of the full weights. Snapshots and checkpoints hold the adapter alone."""
 
     rank: int = Field(default=16, ge=1)
     """Of each adapter matrix."""
     alpha: float = Field(default=32.0, gt=0)
     """The adapter is scaled by alpha / rank."""
-    target_modules: list[str] = Field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"])
-    """Names of the modules that get an adapter."""
+    target_modules: list[str] = Field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"], min_length=1)
+    """Names of the linear layers that get an adapter; the output embedding can have none."""
 
 
 class Model(Contract):
@@ -66,7 +66,7 @@ class Model(Contract):
     secret_ref: SecretRef | None = None
     """Secret with HF_TOKEN."""
     lora: LoRA | None = None
-    """Not in this release, which trains full weights only."""
+    """Train an adapter beside frozen weights; the reference is the model without it. null: all weights are trained."""
 
 
 class Prompts(Contract):

@@ -115,7 +115,7 @@ class PublishRow(Row):
 
     kind: Literal["publish"] = "publish"
     version: int
-    encoding: Literal["full", "delta"]
+    encoding: Literal["full", "delta", "adapter"]
     total_bytes: int
     stage_seconds: float
     upload_seconds: float

@@ -218,8 +218,19 @@ class JobSpec(Contract):
         return self
 
     @model_validator(mode="after")
-    def _lora_on_one_gpu(self) -> Self:
-        if self.model.lora is not None and self.trainer.num_ranks > 1:
+    def _plain_lora(self) -> Self:
+        if self.model.lora is None:
+            return self
+        if self.objective.reference.type != "Fixed":
+            raise ValueError(
+                f"model.lora needs objective.reference.type Fixed, got {self.objective.reference.type}: the reference "
+                "is the model without its adapter; set type: Fixed, or remove model.lora"
+            )
+        if self.trainer.compile:
+            raise ValueError(
+                "model.lora goes without trainer.compile, got true: set trainer.compile: false, or remove model.lora"
+            )
+        if self.trainer.num_ranks > 1:
             raise ValueError(
                 f"model.lora trains on one GPU in this release, got gpusPerNode {self.trainer.gpus_per_node}: "
                 "set trainer.gpusPerNode: 1, or remove model.lora"

@@ -159,13 +159,15 @@ class SnapshotManifest(Contract):
     epoch: int = Field(ge=1)
     version: int = Field(ge=0)
     nonce: str
-    encoding: Literal["full", "delta"] = "full"
+    encoding: Literal["full", "delta", "adapter"] = "full"
     base: str | None = None
-    """Manifest key of the snapshot a delta applies to: its epoch, version and nonce."""
+    """Manifest key of the snapshot that a delta or an adapter applies to: its epoch, version and nonce."""
     base_hash: str | None = None
     """Digest of the names, types, shapes and hashes of the base's tensors."""
     depth: int = Field(default=0, ge=0)
-    """Deltas from the anchor to this snapshot, itself included; 0 = full, an anchor."""
+    """Deltas from the anchor to this snapshot, itself included; 0 = full, an anchor. 1 of an adapter."""
+    scale: float | None = None
+    """Of an adapter, whose tensors are A and B of each module alone: the weights are the base's W + scale·B·A."""
     parent: str | None = None
     """Manifest key of the snapshot published before this one."""
     files: list[FileEntry]

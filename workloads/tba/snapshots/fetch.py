@@ -1,4 +1,4 @@
-"""Fetches weights: every byte verified, tensors as views of one buffer, deltas resolved.
+"""Fetches weights: every byte verified, tensors as views of one buffer, deltas resolved, adapters merged.
 
 manifest ─► chain ─► anchor's files ─► one buffer (pinned if there is a GPU) ─► file and tensor hashes ─► views
                 └──► deltas, oldest first, read one ahead ─► applied in place (rebuild.py) ─► tensor hashes
@@ -14,6 +14,7 @@ from tba.contracts.errors import CorruptObject
 from tba.contracts.keys import WeightsKey
 from tba.contracts.records import FileEntry, SnapshotManifest, TensorEntry
 from tba.hashing import xxh3_128
+from tba.lora import merged
 from tba.snapshots.files import check_size, get_file, read_verified
 from tba.snapshots.hostcache import HostCache
 from tba.snapshots.layout import DTYPES, TensorSpan, parse, read_header
@@ -32,7 +33,7 @@ class Snapshot:
     key: str  # of the manifest
     manifest: SnapshotManifest
     tensors: dict[str, Tensor]  # views of one buffer; pinned if CUDA is available
-    assets: dict[str, bytes]  # config.json, tokenizer files; of a delta its anchor's
+    assets: dict[str, bytes]  # config.json, tokenizer files; of a delta its anchor's, of an adapter its base's
 
 
 def fetch_snapshot(store: ObjectStore, manifest_key: str) -> Snapshot:
@@ -55,6 +56,8 @@ def fetch_chain(
     snapshot = _fetch_full(store, anchor, cache)
     if not deltas:
         return snapshot
+    if deltas[-1].manifest.encoding == "adapter":
+        return adapt_snapshot(store, snapshot, deltas[-1], cache=cache)
     reached = advance(store, snapshot.tensors, None, deltas, accept_older=accept_older, cache=cache) or anchor
     return Snapshot(reached.key, reached.manifest, snapshot.tensors, snapshot.assets)
 
@@ -67,6 +70,21 @@ def advance_snapshot(
     tensors = _allocate_tensors(reached.manifest)
     advance(store, tensors, held.tensors, deltas, cache=cache)
     return Snapshot(reached.key, reached.manifest, tensors, held.assets)
+
+
+def fetch_adapter(store: ObjectStore, link: Link, *, cache: HostCache | None = None) -> dict[str, Tensor]:
+    """The tensors of an adapter alone. Raises: as `fetch_snapshot`."""
+    return _fetch_full(store, link, cache).tensors
+
+
+def adapt_snapshot(store: ObjectStore, base: Snapshot, adapter: Link, *, cache: HostCache | None = None) -> Snapshot:
+    """The base's weights with the adapter at `adapter` merged in; what has no adapter is shared with `base`.
+
+    Raises: as `fetch_snapshot`.
+    """
+    tensors = fetch_adapter(store, adapter, cache=cache)
+    weights = merged(base.tensors, tensors, scale=adapter.manifest.scale or 0.0)
+    return Snapshot(adapter.key, adapter.manifest, weights, base.assets)
 
 
 def tensor_size(entry: TensorEntry) -> int:

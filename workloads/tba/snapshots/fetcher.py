@@ -1,6 +1,7 @@
 """A searcher's way to weights: remembers the newest snapshot, so that a delta on it costs the delta alone.
 
     delta on what is held ──► read the deltas in between, apply them to a copy
+    adapter ────────────────► read it, merge it into a copy of the base, which stays held
     anything else ──────────► anchor (+ its deltas), as `fetch_snapshot`
 
 What was handed out is never written to. Host memory: one copy of the weights for good, two while a delta is applied.
@@ -10,7 +11,7 @@ from collections.abc import Callable
 
 from tba.contracts.errors import CorruptObject
 from tba.log import SNAPSHOT_REJECTED, log
-from tba.snapshots.fetch import Snapshot, advance_snapshot, fetch_chain, tensor_size
+from tba.snapshots.fetch import Snapshot, adapt_snapshot, advance_snapshot, fetch_chain
 from tba.snapshots.hostcache import HostCache
 from tba.snapshots.manifest import Link, read_chain
 from tba.snapshots.rebuild import verify
@@ -48,7 +49,9 @@ class SnapshotFetcher:
         snapshot = self._fetch(store, manifest_key, held)
         self._served = True
         if self._cache is not None:  # room for an anchor, its deltas and the next anchor
-            self._cache.prune(int(_CACHED_COPIES * sum(map(tensor_size, snapshot.manifest.tensors))) + _SMALL_BYTES)
+            self._cache.prune(int(_CACHED_COPIES * sum(t.nbytes for t in snapshot.tensors.values())) + _SMALL_BYTES)
+        if snapshot.manifest.encoding == "adapter":
+            return snapshot  # the next one applies to the same base
         if not self._remember():
             self._held = None
         elif self._held is None or snapshot.manifest.policy >= self._held.manifest.policy:
@@ -57,9 +60,18 @@ class SnapshotFetcher:
 
     def _fetch(self, store: ObjectStore, manifest_key: str, held: Snapshot | None) -> Snapshot:
         if held is None:
-            return fetch_chain(store, read_chain(store, manifest_key), accept_older=not self._served, cache=self._cache)
+            chain = read_chain(store, manifest_key)
+            if chain[-1].manifest.encoding == "adapter":
+                return self._adapt(store, chain)
+            return fetch_chain(store, chain, accept_older=not self._served, cache=self._cache)
         try:
             chain = read_chain(store, manifest_key, held=Link(held.key, held.manifest))
+            if len(chain) == 1 and chain[0].manifest.encoding == "adapter":
+                if not _is_sound(held):  # merging would not notice
+                    raise CorruptObject(f"{held.key}: other bytes than were read")
+                return adapt_snapshot(store, held, chain[0], cache=self._cache)
+            if chain[-1].manifest.encoding == "adapter":
+                return self._adapt(store, chain)
             if chain[0].manifest.base is None:
                 return fetch_chain(store, chain, cache=self._cache)
             return advance_snapshot(store, held, chain, cache=self._cache)
@@ -68,7 +80,12 @@ class SnapshotFetcher:
                 raise  # what is wrong lies in storage: the way from the anchor leads over the same objects
             log.error(SNAPSHOT_REJECTED, key=held.key, error=f"held weights changed in memory: {error}")
             self._held = None
-            return fetch_chain(store, read_chain(store, manifest_key), cache=self._cache)
+            return self._fetch(store, manifest_key, None)
+
+    def _adapt(self, store: ObjectStore, chain: list[Link]) -> Snapshot:
+        """From version 0 on, which is held from now on."""
+        self._held = fetch_chain(store, chain[:1], cache=self._cache)
+        return adapt_snapshot(store, self._held, chain[-1], cache=self._cache)
 
 
 def _is_sound(held: Snapshot) -> bool:

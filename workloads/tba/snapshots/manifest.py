@@ -1,4 +1,4 @@
-"""Reads a snapshot's manifest and checks that it is the one its key names; follows deltas to what they build on."""
+"""Reads a snapshot's manifest and checks that it is the one its key names; follows deltas and adapters down."""
 
 from dataclasses import dataclass
 
@@ -72,11 +72,15 @@ def weights_hash(manifest: SnapshotManifest) -> str:
 
 
 def _check_base(manifest_key: str, manifest: SnapshotManifest) -> None:
-    is_delta = manifest.encoding == "delta"
-    if not (is_delta == (manifest.base is not None) == (manifest.base_hash is not None) == (manifest.depth > 0)):
+    builds, adapts = manifest.encoding != "full", manifest.encoding == "adapter"
+    if (
+        not (builds == (manifest.base is not None) == (manifest.base_hash is not None) == (manifest.depth > 0))
+        or adapts != (manifest.scale is not None)
+        or (adapts and manifest.depth != 1)
+    ):
         raise CorruptObject(
             f"{manifest_key}: a {manifest.encoding} snapshot with base {manifest.base!r}, base hash "
-            f"{manifest.base_hash!r} and depth {manifest.depth}"
+            f"{manifest.base_hash!r}, depth {manifest.depth} and scale {manifest.scale}"
         )
     if manifest.base is None:
         return
@@ -84,7 +88,8 @@ def _check_base(manifest_key: str, manifest: SnapshotManifest) -> None:
         base = WeightsKey.parse(manifest.base)
     except ValueError as error:
         raise CorruptObject(f"{manifest_key}: its base is {manifest.base!r}: {error}") from error
-    if base.path != manifest.base or base.epoch != manifest.epoch:
+    # An adapter's base is version 0, of whatever epoch.
+    if base.path != manifest.base or (base.epoch != manifest.epoch and not adapts):
         raise CorruptObject(f"{manifest_key}: its base is {manifest.base!r}, not a manifest of epoch {manifest.epoch}")
 
 
@@ -96,6 +101,8 @@ def _check_step(base: Link, delta: Link) -> None:
     found = weights_hash(base.manifest)
     if found != delta.manifest.base_hash:
         raise CorruptObject(f"{delta.key}: made from weights {delta.manifest.base_hash}, {base.key} has {found}")
+    if delta.manifest.encoding == "adapter":
+        return
     shapes = [{t.name: (t.dtype, t.shape) for t in link.manifest.tensors} for link in (base, delta)]
     if shapes[0] != shapes[1]:
         raise CorruptObject(f"{delta.key}: other tensors than {base.key}, on which it builds")

@@ -17,6 +17,7 @@ from tba.snapshots.beside import Beside
 from tba.snapshots.encode import EncodedDelta
 from tba.snapshots.files import put_files
 from tba.snapshots.layout import read_header, serialise
+from tba.snapshots.manifest import Link, weights_hash
 from tba.store.protocol import ObjectStore
 
 ASSETS = "assets/"
@@ -91,6 +92,39 @@ def publish_delta(
         parent=parent,
         files=part.files,
         tensors=[t.model_copy(update={"file": files[t.name]}) for t in delta.tensors],
+        evaluation=evaluation,
+    )
+    return _put_manifest(store, key, manifest)
+
+
+def publish_adapter(
+    store: ObjectStore,
+    key: WeightsKey,
+    tensors: Mapping[str, Tensor],
+    *,
+    scale: float,
+    base: Link,
+    parent: str | None,
+    evaluation: EvalRequest | None,
+) -> SnapshotManifest:
+    """Write an adapter alone under `key` and return its manifest; the weights it applies to are those of `base`.
+
+    Raises: ValueError for tensors of an unknown dtype; AlreadyExists if `key` was used; StoreUnavailable.
+    """
+    part = put_tensors(store, key, tensors, stem="adapter", max_file_bytes=MAX_FILE_BYTES)
+    failpoint("snapshot.after_data")
+    manifest = SnapshotManifest(
+        epoch=key.epoch,
+        version=key.version,
+        nonce=key.nonce,
+        encoding="adapter",
+        base=base.key,
+        base_hash=weights_hash(base.manifest),
+        depth=1,
+        scale=scale,
+        parent=parent,
+        files=part.files,
+        tensors=part.tensors,
         evaluation=evaluation,
     )
     return _put_manifest(store, key, manifest)

@@ -12,9 +12,10 @@ from tba.contracts.config import ForkFrom, Model
 from tba.contracts.errors import UserError
 from tba.contracts.keys import LATEST, MASTER, CheckpointKey
 from tba.contracts.records import CheckpointManifest, ForkOrigin, Latest
+from tba.lora import merged, scale_of
 from tba.models import LoadedModel, build_model, load_weights
 from tba.run_record import read_run_record
-from tba.snapshots import fetch_assets
+from tba.snapshots import fetch_assets, fetch_snapshot
 from tba.snapshots.files import get_file
 from tba.snapshots.layout import parse
 from tba.store import NotFound, ObjectStore
@@ -29,12 +30,20 @@ def load_fork(store: ObjectStore, fork: ForkFrom, settings: Model) -> tuple[Load
     record = read_run_record(store)
     key, manifest = _find(store, fork)
     prefix = CheckpointKey.parse(key).prefix
-    assets = dict(fetch_assets(store, str(read_facts(store, key)["version0"])))
+    version0 = str(read_facts(store, key)["version0"])
+    assets = dict(fetch_assets(store, version0))
     model, tokenizer = build_model(
         assets, dtype=torch.float32, device="cpu", trust_remote_code=settings.trust_remote_code
     )
     entry = next(f for f in manifest.files if f.name == MASTER)
-    load_weights(model, parse(get_file(store, prefix, entry)))
+    master = parse(get_file(store, prefix, entry))
+    lora = record.config.model.lora
+    if lora is not None:
+        base = {
+            n: t.float() if t.is_floating_point() else t for n, t in fetch_snapshot(store, version0).tensors.items()
+        }
+        master = merged(base, master, scale=scale_of(lora))
+    load_weights(model, master)
     origin = ForkOrigin(run_id=record.run_id, owner=record.owner, checkpoint=key)
     return LoadedModel(model, tokenizer, assets, f"{record.run_id}/{key}"), origin
 

@@ -81,7 +81,8 @@ class Learner:
         self.counters = Counters()
         self.shard_paths: dict[ShardId, str] = {}
         """Key of every shard that the buffer holds rows of."""
-        self.optimizer = Optimizer(dict(policy.model.named_parameters()), config.objective)
+        trained = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
+        self.optimizer = Optimizer(trained, config.objective, lora=config.model.lora is not None)
         self.buffer = ReplayBuffer(
             capacity_per_prompt=config.buffer.capacity_per_prompt,
             deduplicate=config.buffer.deduplicate,

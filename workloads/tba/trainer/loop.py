@@ -30,6 +30,7 @@ from tba.log import (
     STORAGE_FAILED,
     log,
 )
+from tba.lora import scale_of
 from tba.protocol.latest import RunEnded, finished
 from tba.stop import StopFlag
 from tba.trainer.alarms import reward_label
@@ -46,7 +47,7 @@ from tba.trainer.learner import StepResult
 from tba.trainer.outage import PASSING
 from tba.trainer.phases import Phases
 from tba.trainer.progress import Tracker
-from tba.trainer.publish import Published, Publisher
+from tba.trainer.publish import AdapterOf, Published, Publisher
 from tba.trainer.reporter import Reporter
 from tba.trainer.startup import Ready, binding
 
@@ -311,7 +312,9 @@ class Trainer:
         self._join(self._publisher.background)
         before = self._phases.seconds("stage")
         with self._phases.piece("stage"):
-            tensors = self._learner.policy.stage()
+            adapter = self._adapter()
+            policy = self._learner.policy
+            tensors = policy.stage() if adapter is None else policy.master_state()
         staged = self._phases.seconds("stage") - before
         telemetry.SYNC_SECONDS.labels("stage").observe(staged)
         self._publisher.publish(
@@ -320,7 +323,15 @@ class Trainer:
             epoch=self._epoch,
             evaluation=evaluation,
             stage_seconds=staged,
+            adapter=adapter,
         )
+
+    def _adapter(self) -> AdapterOf | None:
+        """What the next snapshot's tensors are an adapter of; None: they are whole weights, as version 0's always."""
+        lora = self._ready.record.config.model.lora
+        if lora is None or self._version0 is None or self._learner.step == 0:
+            return None
+        return AdapterOf(self._version0, scale_of(lora))
 
     def _after_publish(self, done: Published) -> None:
         """In the publish thread."""

@@ -108,10 +108,10 @@ def activation_bytes(model: nn.Module, scorer: Scorer) -> float:
     device = scorer.device
     prompts = [np.zeros(PROBE_TOKENS, np.int64)]
     rows = scorer.pack(prompts, [np.zeros(1, np.int64)])
-    embedding = model.get_input_embeddings().weight  # type: ignore[operator, union-attr]
+    trained = next(p for p in model.parameters() if p.requires_grad)  # the embedding, unless that is frozen
     with torch.enable_grad():
         # Not `backward`: no parameter is to get a gradient of it. Kernels' workspaces are there from now on.
-        torch.autograd.grad(scorer.token_logprobs(rows).sum(), embedding)
+        torch.autograd.grad(scorer.token_logprobs(rows).sum(), trained)
         before = torch.cuda.memory_allocated(device)
         kept = scorer.token_logprobs(rows)
     used = torch.cuda.memory_allocated(device) - before

@@ -42,12 +42,12 @@ class Update:
 class Optimizer:
     """One AdamW update a step; named state, so that a checkpoint does not depend on parameter order."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], objective: Objective) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], objective: Objective, *, lora: bool = False) -> None:
         self._objective = objective
         self._names = list(parameters)
         self._parameters = list(parameters.values())
         count = sum(p.numel() for p in self._parameters)
-        self.peak = objective.learning_rate or default_learning_rate(count)
+        self.peak = objective.learning_rate or default_learning_rate(count, lora=lora)
         settings = objective.optimizer
         self._adamw = torch.optim.AdamW(
             self._parameters,

@@ -26,7 +26,8 @@ from tba.contracts.records import EvalRequest, Latest, SnapshotManifest
 from tba.log import SNAPSHOT_PUBLISHED, SNAPSHOT_REJECTED, log
 from tba.protocol.latest import published
 from tba.snapshots.encode import Base, EncodedDelta, encode_delta
-from tba.snapshots.publish import publish_delta, publish_snapshot
+from tba.snapshots.manifest import Link, fetch_manifest
+from tba.snapshots.publish import publish_adapter, publish_delta, publish_snapshot
 from tba.store import ObjectStore
 from tba.trainer.background import Background
 from tba.trainer.committer import Committer
@@ -39,6 +40,15 @@ class Published:
     key: str
     manifest: SnapshotManifest
     row: PublishRow
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterOf:
+    """Says that tensors are an adapter's, and of what."""
+
+    base: str
+    """Manifest key of version 0."""
+    scale: float
 
 
 class Publisher:
@@ -61,6 +71,7 @@ class Publisher:
         self._on_published = on_published
         self._parent: str | None = None
         self._base: Base | None = None
+        self._adapted: Link | None = None
         self.background = Background("publish", give_up_seconds=give_up_seconds)
 
     def publish(
@@ -71,9 +82,11 @@ class Publisher:
         epoch: int,
         evaluation: EvalRequest | None,
         stage_seconds: float,
+        adapter: AdapterOf | None = None,
     ) -> float:
         """Start publishing host tensors, which nobody may change from now on; returns seconds waited for the last.
 
+        `adapter`: they are this one's alone.
         Raises: Fenced, StoreUnavailable: of the previous publish.
         """
         encoded: dict[str, EncodedDelta | None] = {}  # by base: a try after a broken one has it already
@@ -82,7 +95,10 @@ class Publisher:
             started = time.monotonic()
             # A fresh prefix for each try: what a broken try left behind is garbage, never half of a snapshot.
             key = WeightsKey(version, epoch, new_nonce())
-            manifest = self._upload(key, tensors, encoded, evaluation)
+            if adapter is not None:
+                manifest = self._upload_adapter(key, tensors, adapter, evaluation)
+            else:
+                manifest = self._upload(key, tensors, encoded, evaluation)
             uploaded = time.monotonic()
             self._commit(key, manifest)
             row = PublishRow(
@@ -97,7 +113,8 @@ class Publisher:
                 commit_seconds=time.monotonic() - uploaded,
             )
             self._parent = key.path
-            self._base = Base(key.path, manifest, tensors) if self._delta().enabled else None
+            follows = self._delta().enabled and adapter is None
+            self._base = Base(key.path, manifest, tensors) if follows else None
             log.info(
                 SNAPSHOT_PUBLISHED,
                 policy_version=version,
@@ -126,6 +143,21 @@ class Publisher:
                 return publish_delta(self._store, key, delta, parent=self._parent, evaluation=evaluation)
         return publish_snapshot(
             self._store, key, tensors, assets=self._assets, parent=self._parent, evaluation=evaluation
+        )
+
+    def _upload_adapter(
+        self, key: WeightsKey, tensors: Mapping[str, Tensor], adapter: AdapterOf, evaluation: EvalRequest | None
+    ) -> SnapshotManifest:
+        if self._adapted is None or self._adapted.key != adapter.base:
+            self._adapted = Link(adapter.base, fetch_manifest(self._store, adapter.base))
+        return publish_adapter(
+            self._store,
+            key,
+            tensors,
+            scale=adapter.scale,
+            base=self._adapted,
+            parent=self._parent,
+            evaluation=evaluation,
         )
 
     def _commit(self, key: WeightsKey, manifest: SnapshotManifest) -> Latest:

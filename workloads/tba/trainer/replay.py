@@ -22,10 +22,10 @@ from tba.protocol.lineage import is_discarded, surviving
 from tba.run_record import read_run_record
 from tba.snapshots import fetch_snapshot
 from tba.store import NotFound, ObjectStore
+from tba.trainer.adapted import make_policy
 from tba.trainer.checkpoint import read_checkpoint
 from tba.trainer.ingest import Binding, read_shard
 from tba.trainer.learner import Learner, StepResult
-from tba.trainer.model import Policy
 from tba.trainer.startup import binding
 
 
@@ -139,7 +139,7 @@ def _begin(store: ObjectStore, recorded: Recorded) -> Learner:
         snapshot.assets, dtype=torch.float32, device="cpu", trust_remote_code=config.model.trust_remote_code
     )
     load_weights(model, snapshot.tensors)
-    policy = Policy(
+    policy = make_policy(
         model, config=config.model, reference=config.objective.reference, temperature=config.objective.temperature
     )
     return Learner(policy, config)

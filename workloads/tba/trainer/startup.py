@@ -28,6 +28,7 @@ from tba.contracts.records import EvalRequest, ForkOrigin, Latest, RunRecord, Ru
 from tba.contracts.runfile import RunFile
 from tba.contracts.supported import refuse_unsupported
 from tba.log import EPOCH_TAKEN, MODEL_LOADED, PROMPTS_MATERIALISED, SCORER_CHOSEN, log
+from tba.lora import targets_of
 from tba.models import LoadedModel, build_model, load_model, load_weights
 from tba.prompts import PromptSet, load_prompt_set, materialize
 from tba.protocol.bookkeeping import Bookkeeping
@@ -38,12 +39,12 @@ from tba.run_store import open_run_store
 from tba.snapshots import fetch_snapshot
 from tba.store import AlreadyExists, NotFound, ObjectStore, Weather
 from tba.store.probe import probe, require
+from tba.trainer.adapted import make_policy
 from tba.trainer.checkpoint import LoopFacts, restore_newest
 from tba.trainer.committer import Committer
 from tba.trainer.fork import load_fork
 from tba.trainer.ingest import Binding
 from tba.trainer.learner import Learner
-from tba.trainer.model import Policy
 from tba.trainer.rank import order_build
 from tba.trainer.ranks import Ranks
 from tba.trainer.reread import LostShard, ShardReader
@@ -102,6 +103,8 @@ def prepare(
     Raises: UserError (another job's prefix, changed configuration), StoreUnavailable, AlreadyComplete.
     """
     refuse_unsupported(run.config)
+    if run.config.model.lora is not None and ranks is not None:
+        raise UserError(f"model.lora trains on one GPU in this release, got {ranks.size} ranks: start one process")
     store = open_run_store(live.storage, uri, weather)
     record = find_run_record(store)
     if record is not None:
@@ -206,7 +209,7 @@ def _learner(model: torch.nn.Module, record: RunRecord, assets: Mapping[str, byt
     config, objective = record.config, record.config.objective
     policy: ScoringPolicy
     if ranks is None:
-        policy = Policy(
+        policy = make_policy(
             model.to(_device()),
             config=config.model,
             reference=objective.reference,
@@ -244,6 +247,8 @@ def _load(run: RunFile, live: LiveConfig) -> Loaded:
                 open_store=lambda uri: open_run_store(live.storage, uri),
             )
         )
+    if run.config.model.lora is not None:  # before run.json fixes a mistake for good
+        targets_of(loaded.model.model, run.config.model.lora)
     count = sum(p.numel() for p in loaded.model.model.parameters())
     log.info(MODEL_LOADED, uri=_source(run), revision=loaded.model.revision, num_parameters=count)
     return loaded

@@ -4,8 +4,8 @@ from tba.flops import model_shape, peak_flops
 from tba.gpus import gpu_model
 from tba.trainer.learner import Learner, StepResult
 
-_TRAINING = 3.0
-"""Forward and backward, in forward passes."""
+_TRAINING, _TRAINING_ADAPTER = 3.0, 2.0
+"""Forward and backward, in forward passes; with frozen weights, whose gradients nobody computes."""
 
 
 class StepWork:
@@ -13,6 +13,7 @@ class StepWork:
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
+        self._training = _TRAINING if learner.config.model.lora is None else _TRAINING_ADAPTER
         model = learner.policy.model
         tensors = ((name, tuple(tensor.shape)) for name, tensor in model.named_parameters())
         self._shape = model_shape(model.config.to_dict(), tensors)  # type: ignore[union-attr, operator]
@@ -38,5 +39,5 @@ class StepWork:
             least += self._shape.forward(prompt, 0) + sum(self._shape.generate(prompt, n) for n in lengths)
             tokens += prompt + sum(n - 1 for n in lengths)
         repeated = max(result.trained_tokens - tokens, 0)
-        training = _TRAINING * (least + 2.0 * self._shape.matrix_parameters * repeated)
+        training = self._training * (least + 2.0 * self._shape.matrix_parameters * repeated)
         return training + least * result.scored_tokens / max(tokens, 1)

@@ -1,0 +1,107 @@
+"""Adapters on linear layers, and weights with one merged in."""
+
+import pytest
+import torch
+from support.learning import tiny_llama
+
+from tba.contracts.config import LoRA
+from tba.contracts.errors import CorruptObject, UserError
+from tba.lora import attach, merged, peft_files, scale_of
+from tba.models import load_weights, weight_tensors
+
+TOKENS = torch.tensor([[1, 5, 9, 3, 3, 7]])
+SETTINGS = LoRA(rank=3, alpha=12.0, target_modules=["q_proj", "down_proj"])
+
+
+def adapted(settings: LoRA = SETTINGS, *, trained: bool = True):
+    torch.manual_seed(0)
+    model = tiny_llama().eval()
+    base = {n: t.clone() for n, t in weight_tensors(model).items()}
+    adapter = attach(model, settings)
+    if trained:
+        for tensor in adapter.tensors().values():
+            tensor.normal_(std=0.3)
+    return model, base, adapter
+
+
+@torch.no_grad()
+def test_merged_weights_answer_as_the_adapter_beside_the_base():
+    model, base, adapter = adapted()
+    plain = tiny_llama().eval()
+    load_weights(plain, merged(base, adapter.tensors(), scale=4.0))
+    difference = (plain(TOKENS).logits - model(TOKENS).logits).abs().max()
+    load_weights(plain, base)
+    assert difference < 1e-5 < (plain(TOKENS).logits - model(TOKENS).logits).abs().max()
+
+
+@torch.no_grad()
+def test_with_the_adapter_off_or_untrained_the_model_is_its_base_bit_for_bit():
+    model, base, adapter = adapted()
+    plain = tiny_llama().eval()
+    load_weights(plain, base)
+    with adapter.off():
+        assert torch.equal(model(TOKENS).logits, plain(TOKENS).logits)
+    assert not torch.equal(model(TOKENS).logits, plain(TOKENS).logits), "on again"
+    assert torch.equal(adapted(trained=False)[0](TOKENS).logits, plain(TOKENS).logits)
+
+
+def test_only_the_adapter_is_trained_and_it_begins_the_same_each_time():
+    model, base, adapter = adapted(trained=False)
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == set(adapter.tensors())
+    shapes = {n: tuple(t.shape) for n, t in adapter.tensors().items() if "layers.1.mlp" in n}
+    name = "model.layers.1.mlp.down_proj"
+    assert shapes == {f"{name}.lora_A.weight": (3, 32), f"{name}.lora_B.weight": (16, 3)}
+    again = adapted(trained=False)[2].tensors()
+    assert all(torch.equal(t, again[n]) for n, t in adapter.tensors().items())
+    first = [t for n, t in again.items() if "lora_A" in n]
+    assert not torch.equal(first[0], first[2]), "layers begin apart"
+    assert base.keys() <= weight_tensors(model).keys(), "the base keeps its names"
+
+
+def test_merging_rounds_once_from_float32_and_leaves_the_rest_as_it_is():
+    _, base, adapter = adapted()
+    half = {n: t.bfloat16() for n, t in base.items()}
+    found = merged(half, adapter.tensors(), scale=scale_of(SETTINGS))
+    name = "model.layers.0.self_attn.q_proj"
+    a, b = (adapter.tensors()[f"{name}.lora_{part}.weight"].double() for part in "AB")
+    exact = half[f"{name}.weight"].double() + 4.0 * b @ a
+    assert found[f"{name}.weight"].dtype == torch.bfloat16
+    assert ((found[f"{name}.weight"].double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
+    changed = {n for n in half if found[n] is not half[n]}
+    assert len(changed) == 4 and all("q_proj" in n or "down_proj" in n for n in changed)
+
+
+@pytest.mark.parametrize("break_it", ["half", "rank", "stranger"])
+def test_an_adapter_of_another_base_is_refused(break_it):
+    _, base, adapter = adapted()
+    tensors = adapter.tensors()
+    name = next(n for n in tensors if n.endswith("lora_A.weight"))
+    if break_it == "half":
+        del tensors[name]
+    elif break_it == "rank":
+        tensors[name] = tensors[name][:2]
+    else:
+        tensors = {n.replace("layers.0", "layers.7"): t for n, t in tensors.items()}
+    with pytest.raises(CorruptObject, match="adapter"):
+        merged(base, tensors, scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("targets", "told"),
+    [
+        (["q_proj", "nothing"], r"no module is named \['nothing'\]: choose among \[.*'q_proj'"),
+        (["lm_head"], "lm_head is the output embedding"),
+        (["embed_tokens"], "embed_tokens is a Embedding"),
+        (["mlp"], "mlp is a LlamaMLP"),
+    ],
+)
+def test_targets_that_can_have_no_adapter_are_named(targets, told):
+    with pytest.raises(UserError, match=told):
+        attach(tiny_llama(), LoRA(target_modules=targets))
+
+
+def test_peft_names_and_settings():
+    tensors, settings = peft_files(adapted()[2].tensors(), SETTINGS, "hf://org/name")
+    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in tensors and len(tensors) == 8
+    assert (settings["r"], settings["lora_alpha"], settings["peft_type"]) == (3, 12.0, "LORA")
+    assert settings["target_modules"] == ["down_proj", "q_proj"]
