@@ -192,7 +192,7 @@ class SearcherLoop:
             with stats.piece("load"):
                 self._a.engine.load(snapshot)
         except CorruptObject as error:
-            log.error(SNAPSHOT_REJECTED, key=snapshot.key, error=str(error))
+            self._a.poller.refused(snapshot.key, error, held=self._held)
             return False
         seconds = stats.load_seconds - before
         self._meter.loaded(snapshot)
