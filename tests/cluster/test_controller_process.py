@@ -96,7 +96,7 @@ def crd(cluster):
     """Gone afterwards, unless it was there: Helm takes over no CRD that it has not made."""
     was_there = "tbajobs" in cluster.kubectl("get", "crd", "-o", "name")
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(CRD))
-    cluster.kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd/tbajobs.tba.dev")
+    until("the CRD is served", lambda: cluster.kubectl("get", "tbajobs", "-A") is not None, seconds=30)
     yield
     if not was_there:
         cluster.kubectl("delete", "crd", "tbajobs.tba.dev", "--timeout=60s")

@@ -252,7 +252,9 @@ def _without_dropout(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name in ("attention_dropout", "dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+    # Some layers call functional dropout with a number of their own, or of the configuration.
+    for owner in (*model.modules(), getattr(model, "config", None)):
+        for name, value in vars(owner).items() if owner is not None else ():
+            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+                setattr(owner, name, 0.0)
     return model.eval()

@@ -1,8 +1,9 @@
 """Our training step against TRL's on the same rows: tokens a second, and memory beyond weights and optimizer state.
 
-160 rows of 32 + 1..768 tokens (mean about half of the longest, 65,000 in all), float32 weights, bfloat16 autocast,
-AdamW, clipping. TRL's arm is its own GRPOTrainer: its loss function with its fused LM head, on rows padded as it pads a
-generation batch, in the micro-batch that is fastest for it. Each arm and size runs in a process of its own.
+160 rows of 32 + 1..768 tokens (mean about half of the longest, 65,000 in all), AdamW, clipping; float32 weights under
+bfloat16 autocast for TRL, float32 masters with a bfloat16 working copy for ours. TRL's arm is its own GRPOTrainer: its
+loss function with its fused LM head, on rows padded as it pads a generation batch, in the micro-batch that is fastest
+for it. Each arm and size runs in a process of its own.
 
     step            forward, backward, clip, update
     with scoring    plus the pass without gradients that each system makes before it: ours the reference, TRL the
@@ -73,7 +74,8 @@ def measure(options: argparse.Namespace, shape: str) -> list[Row]:
     if ours is None:
         raise SystemExit(f"{shape}: our step failed, see above")
     tokens = int(lengths(options.rows).sum())
-    note = f"{tokens} tokens, rows of {options.rows[2]} + 1..{options.rows[3]}; float32 weights, bfloat16 autocast"
+    note = f"{tokens} tokens, rows of {options.rows[2]} + 1..{options.rows[3]}; "
+    note += "ours: float32 masters, bfloat16 working copy; TRL: float32 weights, bfloat16 autocast"
     if options.checkpointing:
         note += "; TRL recomputes activations"
     command = own_command().replace("PYTHONPATH=workloads ", "PYTHONPATH=workloads:tests ")

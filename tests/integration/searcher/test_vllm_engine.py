@@ -347,6 +347,39 @@ def test_an_update_that_breaks_between_two_tensors_leaves_the_old_weights(assets
     assert np.allclose(done[0].logprobs, full_logprobs(new, PROMPTS[0], done[0].tokens), atol=1e-4)
 
 
+@pytest.mark.parametrize("drops_cache", [False, True])
+def test_responses_go_on_after_a_sleep_as_if_there_had_been_none(loaded, monkeypatch, drops_cache):
+    made, _ = loaded
+    # vLLM refuses its sleep mode on a CPU, where memory would stay; what it does to requests is the same.
+    monkeypatch.setattr(made, "_sleeps", drops_cache)
+    requests = [request(i, prompt=PROMPTS[i % 3], seed=i) for i in range(ROWS)]
+    straight = run(made, requests)
+    for r in requests:
+        made.submit(r)
+    done: dict[int, Response] = {}
+    while made.in_flight:
+        before = made.in_flight
+        made.sleep(free_memory=True)
+        assert made.in_flight == before
+        made.wake()
+        done |= {r.id: r for _ in range(5) for r in made.step()}
+    assert {i: r.tokens for i, r in done.items()} == {i: r.tokens for i, r in straight.items()}
+
+
+def test_weights_that_change_after_a_sleep_begin_their_span_there(assets, loaded, monkeypatch):
+    made, _ = loaded
+    monkeypatch.setattr(made, "_sleeps", True)
+    made.submit(request(0, max_tokens=20, prompt=[0, 7, 10, 4]))
+    for _ in range(6):
+        made.step()
+    made.sleep(free_memory=True)
+    made.wake()
+    made.load(small_weights(assets[True], 2))
+    response = run(made)[0]
+    assert [s.version for s in response.spans] == [1, 2]
+    assert sum(s.num_tokens for s in response.spans) == len(response.tokens)
+
+
 def test_abort_forgets_everything_and_the_engine_goes_on(loaded):
     made, _ = loaded
     for i in range(30):
@@ -380,7 +413,7 @@ def test_before_its_first_weights_an_engine_wants_nothing_and_checks_its_setting
         make(block_size="many").load(small_weights(assets[True], 1))
 
 
-def test_worker_processes_take_every_version_from_shared_memory(assets):
+def test_worker_processes_take_every_version_from_shared_memory(assets):  # the last: it ends what all engines share
     made = make(tensor_parallel_size=2, logprobsShare=1.0)
     try:
         for seed in (1, 2, 3):
@@ -392,36 +425,3 @@ def test_worker_processes_take_every_version_from_shared_memory(assets):
                 assert np.allclose(done[i].logprobs, expected, atol=1e-4)
     finally:
         made.close()
-
-
-@pytest.mark.parametrize("drops_cache", [False, True])
-def test_responses_go_on_after_a_sleep_as_if_there_had_been_none(loaded, monkeypatch, drops_cache):
-    made, _ = loaded
-    # vLLM refuses its sleep mode on a CPU, where memory would stay; what it does to requests is the same.
-    monkeypatch.setattr(made, "_sleeps", drops_cache)
-    requests = [request(i, prompt=PROMPTS[i % 3], seed=i) for i in range(ROWS)]
-    straight = run(made, requests)
-    for r in requests:
-        made.submit(r)
-    done: dict[int, Response] = {}
-    while made.in_flight:
-        before = made.in_flight
-        made.sleep(free_memory=True)
-        assert made.in_flight == before
-        made.wake()
-        done |= {r.id: r for _ in range(5) for r in made.step()}
-    assert {i: r.tokens for i, r in done.items()} == {i: r.tokens for i, r in straight.items()}
-
-
-def test_weights_that_change_after_a_sleep_begin_their_span_there(assets, loaded, monkeypatch):
-    made, _ = loaded
-    monkeypatch.setattr(made, "_sleeps", True)
-    made.submit(request(0, max_tokens=20, prompt=[0, 7, 10, 4]))
-    for _ in range(6):
-        made.step()
-    made.sleep(free_memory=True)
-    made.wake()
-    made.load(small_weights(assets[True], 2))
-    response = run(made)[0]
-    assert [s.version for s in response.spans] == [1, 2]
-    assert sum(s.num_tokens for s in response.spans) == len(response.tokens)

@@ -124,3 +124,9 @@ def test_order_of_rows_changes_nothing_but_their_order():
         straight = scorer.sequence_logprobs(scorer.pack(prompts, responses))
         shuffled = scorer.sequence_logprobs(scorer.pack([prompts[i] for i in order], [responses[i] for i in order]))
     torch.testing.assert_close(shuffled, straight[torch.from_numpy(order)], atol=1e-6, rtol=0)
+
+
+def test_a_model_that_was_packed_before_is_packed_again():
+    model = tiny("llama")
+    first = Scorer(model, temperature=1.0)
+    assert Scorer(model, temperature=1.0).layout == first.layout == "buckets"

@@ -224,3 +224,21 @@ def test_a_bug_ends_the_thread_and_is_raised_by_check():
     rig.poller._thread.join(10.0)
     with pytest.raises(ZeroDivisionError):
         rig.poller.check()
+
+
+def test_weights_that_the_engine_refuses_are_fetched_again_later():
+    rig = Rig()
+    rig.publish(key(1), version=1)
+    rig.poll()
+    first = rig.poller.take()
+    assert first is not None
+    rig.publish(key(2), version=2)
+    rig.poll()
+    assert rig.poller.take() is not None
+    rig.poller.refused(key(2), CorruptObject("the engine could not load it"), held=first.key)
+    rig.poll(1.0)
+    assert not rig.poller.has_staged
+    rig.poll(60.0)
+    assert rig.fetched == [key(1), key(2), key(2)]
+    again = rig.poller.take()
+    assert again is not None and again.key == key(2)

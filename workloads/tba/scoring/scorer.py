@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from tba.contracts.errors import UserError
-from tba.scoring.attention import Unpackable, attention_of, flash_reason, set_attention, use_packed_attention
+from tba.scoring.attention import (
+    NAME,
+    Unpackable,
+    attention_of,
+    flash_reason,
+    set_attention,
+    use_packed_attention,
+)
 from tba.scoring.layout import Block, Layout, Rows, pack_rows
 from tba.scoring.logprobs import Kernels, Transform, compiled_kernels, token_logprobs
 
@@ -106,7 +113,7 @@ class Scorer:
             try:
                 difference, allowed = self._difference(layout, original)
             except (Unpackable, RuntimeError, TypeError) as e:  # of models and kernels that do not know the layout
-                if layout == "padded":
+                if layout == "padded" or isinstance(e, torch.OutOfMemoryError):
                     raise
                 self.refused[layout] = str(e)
                 continue
@@ -138,7 +145,8 @@ class Scorer:
         if layout != "padded":
             use_packed_attention(self.model)  # refuses before anything runs
         expected, spread, noise = [], 0.0, 0.0
-        for name in (original,) if layout == "padded" else dict.fromkeys((original, "eager")):
+        own = [name for name in (original, "eager") if name != NAME]  # another scorer may have packed the model before
+        for name in own[:1] if layout == "padded" else dict.fromkeys(own):
             set_attention(self.model, name)
             logprobs, spread = self._one_by_one(prompts, responses)
             expected.append(logprobs)
@@ -149,7 +157,7 @@ class Scorer:
         if got.requires_grad:  # a kernel may lack its backward pass
             embedding: Any = self.model.get_input_embeddings()  # type: ignore[operator]
             torch.autograd.grad(got.sum(), embedding.weight, allow_unused=True)
-        difference = min((got.detach() - own).abs().max().item() for own in expected)
+        difference = min((got.detach() - logprobs).abs().max().item() for logprobs in expected)
         return difference, _FLOOR + max(_TOLERANCE[self.dtype] * spread, noise)
 
     @torch.no_grad()

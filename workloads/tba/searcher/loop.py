@@ -45,7 +45,7 @@ from tba.snapshots import Snapshot
 from tba.stop import StopFlag
 from tba.store import ObjectStore
 
-_LOOK_SECONDS = 1.0
+_LOOK_SECONDS = 5.0
 """Visits wait so long for storage to say which block of an evaluation is next."""
 _LOOK_STEP_SECONDS = 0.002
 _SAY_SECONDS = 30.0
@@ -192,7 +192,7 @@ class SearcherLoop:
             with stats.piece("load"):
                 self._a.engine.load(snapshot)
         except CorruptObject as error:
-            log.error(SNAPSHOT_REJECTED, key=snapshot.key, error=str(error))
+            self._a.poller.refused(snapshot.key, error, held=self._held)
             return False
         seconds = stats.load_seconds - before
         self._meter.loaded(snapshot)

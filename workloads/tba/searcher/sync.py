@@ -115,6 +115,15 @@ class Poller:
                 self._held = staged.key
             return staged
 
+    def refused(self, key: str, error: Exception, *, held: str | None) -> None:
+        """The engine would not have these weights and goes on with `held`: they are fetched again later.
+
+        Else, with a strict maxPolicyLag, trainer and searcher could wait for each other for ever.
+        """
+        with self._lock:
+            self._held = held
+        self._put_off(key, error)
+
     def evaluation(self) -> tuple[str, Snapshot | None] | None:
         """(manifest key, weights) of the wanted evaluation if it can begin; weights None = they are the held ones."""
         with self._lock:

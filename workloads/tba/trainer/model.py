@@ -154,7 +154,7 @@ class Policy:
         rows = self.pack(prompts, [np.array([0, 1]), np.array([1, 0, 1])])
         own, other = (scorer.sequence_logprobs(rows) for scorer in (self.scorer, self._reference_scorer))
         difference = (own - other).abs().max().item()
-        if difference > AGREEMENT:
+        if not difference <= AGREEMENT:  # NaN too
             raise RuntimeError(f"equal policy and reference must score alike, got a difference of {difference:.3g}")
 
     @property
