@@ -131,7 +131,7 @@ async def generation_counts_changes_of_the_spec_alone(api: KubeApi, namespace: s
 async def spec_and_status_are_written_apart(api: KubeApi, namespace: str) -> None:
     await api.apply(stateful_set(namespace) | {"status": {"replicas": 7}})
     created = await api.get(ref(stateful_set(namespace))) or {}
-    assert created.get("status", {}).get("replicas", 0) == 0
+    assert created.get("status", {}).get("replicas", 0) != 7  # a real controller may have counted its pod by now
     written = await api.apply_status(with_conditions(namespace, Known="True") | {"spec": {"replicas": 9}})
     assert written["status"]["replicas"] == 1 and written["spec"]["replicas"] == 1
 
