@@ -4,10 +4,14 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 from support.store_settings import TEST_RETRY, TEST_TRANSFER
 
 from tba.store import ObjectStore, open_store
 from tba.store.serve import EmbeddedServer
+
+settings.register_profile("tba", deadline=None)  # a loaded machine is no failure
+settings.load_profile("tba")
 
 _prefixes = itertools.count()
 
