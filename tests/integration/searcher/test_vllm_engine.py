@@ -380,6 +380,15 @@ def test_weights_that_change_after_a_sleep_begin_their_span_there(assets, loaded
     assert sum(s.num_tokens for s in response.spans) == len(response.tokens)
 
 
+def test_prompts_enter_together_and_all_are_answered_as_if_they_had_not(assets, engines, loaded):
+    alone, weights = loaded
+    requests = [request(i, greedy=True) for i in range(3 * ROWS)]
+    expected = {i: r.tokens for i, r in run(alone, requests).items()}
+    made = engines("together", admittedAtOnce=ROWS)
+    made.load(weights)
+    assert {i: r.tokens for i, r in run(made, requests).items()} == expected
+
+
 def test_abort_forgets_everything_and_the_engine_goes_on(loaded):
     made, _ = loaded
     for i in range(30):

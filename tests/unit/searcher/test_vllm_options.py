@@ -11,6 +11,8 @@ from tba.contracts.errors import UserError
 from tba.contracts.records import PolicyId, Span
 from tba.searcher.engines.engine import Request
 from tba.searcher.engines.vllm_options import (
+    admissible,
+    admitted_at_once,
     capture_sizes,
     environment,
     misfit,
@@ -71,6 +73,8 @@ def test_extra_args_win_over_our_choices():
         ({"logprobsShare": 1.5}, "from 0 to 1, got 1.5"),
         ({"logprobsShare": True}, "from 0 to 1, got True"),
         ({"requestSeeds": 1}, "true or false, got 1"),
+        ({"admittedAtOnce": 0}, "a whole number of sequences from 1, got 0"),
+        ({"admittedAtOnce": True}, "from 1, got True"),
     ],
 )
 def test_arguments_that_are_unknown_or_not_theirs_to_set_are_refused(extra, message):
@@ -176,3 +180,31 @@ def test_vllm_is_imported_by_two_modules_only():
     root = Path(__file__).parents[3] / "workloads"
     found = {p.name for p in root.rglob("*.py") if re.search(r"^\s*(from|import) vllm\b", p.read_text(), re.MULTILINE)}
     assert found == {"vllm.py", "vllm_weights.py"}
+
+
+def test_prompts_enter_together_only_where_admitting_costs_a_graph():
+    assert admitted_at_once(512, wanted=None, only_decoding_has_graphs=True) == 64
+    assert admitted_at_once(512, wanted=None, only_decoding_has_graphs=False) == 1
+    assert admitted_at_once(4, wanted=None, only_decoding_has_graphs=True) == 1
+    assert admitted_at_once(4, wanted=3, only_decoding_has_graphs=False) == 3
+    assert admitted_at_once(4, wanted=9, only_decoding_has_graphs=False) == 4
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=60),
+    places=st.integers(1, 12),
+    at_once=st.integers(1, 12),
+)
+def test_held_requests_all_run_within_the_places_and_nothing_idles_with_at_once_places_free(lengths, places, at_once):
+    at_once = min(at_once, places)
+    held, running, done = list(lengths), [], 0
+    while held or running:
+        count = admissible(held=len(held), running=len(running), max_num_seqs=places, at_once=at_once)
+        assert count == 0 or count >= min(at_once, len(held)) or not running
+        running += held[:count]
+        held = held[count:]
+        assert 0 < len(running) <= places
+        assert places - len(running) < at_once or not held
+        running = [left - 1 for left in running if left > 1]
+        done += 1
+    assert done <= sum(lengths)

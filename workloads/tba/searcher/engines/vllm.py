@@ -1,15 +1,16 @@
 """Generation with vLLM: its engine core runs in this process, and weights change between two of its steps.
 
- submit ─► vLLM's scheduler ─► step ─► finished ─► Response with the spans of who sampled what
-                                 ▲
+ submit ─► held until places are free ─► vLLM's scheduler ─► step ─► finished ─► Response with its spans
+                                                              ▲
  load: pause ─► steps under way end ─► fill the model in place ─► note each response's length ─► resume
 
-Serves vLLM 0.26 and 0.32 (docs/decisions/0019-vllm-engine.md). With this package's own `vllm_weights`, the only
-module that imports vLLM. Import it after `prepare`.
+Serves vLLM 0.26 and 0.32 (docs/decisions/0019-vllm-engine.md). With `vllm_weights`, which vLLM's workers load, the
+only module that imports vLLM. Import it after `prepare`.
 """
 
 import secrets
 import tempfile
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -32,6 +33,8 @@ from tba.log import MODEL_LOADED, log
 from tba.models import build_model, eos_token_ids, weight_tensors, write_assets
 from tba.searcher.engines.engine import Request, Response
 from tba.searcher.engines.vllm_options import (
+    admissible,
+    admitted_at_once,
     misfit,
     refusal,
     spans_of,
@@ -93,19 +96,21 @@ class VllmEngine:
         self._shapes: dict[str, Sequence[int]] = {}
         self._served: Snapshot | None = None
         self._policy = PolicyId(0, 0)
-        self._capacity = 0
-        self._rows: dict[int, _Row] = {}
+        self._places = 0  # sequences that vLLM decodes together
+        self._at_once = 1  # of them free before prompts enter
+        self._held: deque[Request] = deque()
+        self._rows: dict[int, _Row] = {}  # what vLLM has
         self._ready: list[Response] = []  # for the next step
 
     @property
     def capacity(self) -> int:
         """Sequences that vLLM decodes together, and a few that wait."""
-        return self._capacity
+        return self._places + waiting_requests(self._places) if self._places else 0
 
     @property
     def in_flight(self) -> int:
         """Submitted and not yet returned."""
-        return len(self._rows) + len(self._ready)
+        return len(self._held) + len(self._rows) + len(self._ready)
 
     # --- weights ---
 
@@ -161,9 +166,20 @@ class VllmEngine:
         self._features = _Features.of(self._engine)
         seeds = self._options.request_seeds
         self._seeded = self._features.free_seeds if seeds is None else seeds
-        sequences = settings.scheduler_config.max_num_seqs
-        self._capacity = sequences + waiting_requests(sequences)
-        log.info(MODEL_LOADED, engine="vllm", max_num_seqs=sequences, request_seeds=self._seeded)
+        self._places = settings.scheduler_config.max_num_seqs
+        graphs = settings.compilation_config.cudagraph_mode
+        self._at_once = admitted_at_once(
+            self._places,
+            wanted=self._options.admitted_at_once,
+            only_decoding_has_graphs=graphs is not None and graphs.name == "FULL_DECODE_ONLY",
+        )
+        log.info(
+            MODEL_LOADED,
+            engine="vllm",
+            max_num_seqs=self._places,
+            admitted_at_once=self._at_once,
+            request_seeds=self._seeded,
+        )
 
     def _pause(self) -> None:
         """No new step begins; those under way end and are credited to the weights that made them."""
@@ -232,13 +248,24 @@ class VllmEngine:
             raise RuntimeError("load a snapshot before submitting requests")
         problem = refusal(request, self._model.max_model_len)
         if problem is None:
+            self._held.append(request)
+        else:
+            self._refuse(request, problem)
+
+    def _refuse(self, request: Request, problem: str) -> None:
+        empty = [Span(0, self._policy.epoch, self._policy.version)]
+        self._ready.append(Response(request.id, [], FinishReason.LENGTH, empty, None, error=problem))
+
+    def _admit(self) -> None:
+        running = len(self._rows)
+        for _ in range(
+            admissible(held=len(self._held), running=running, max_num_seqs=self._places, at_once=self._at_once)
+        ):
+            request = self._held.popleft()
             try:
                 self._add(request)
             except (ValueError, VLLMValidationError) as error:  # vLLM's own checks, such as of token ids
-                problem = f"vLLM refused the request: {error}"
-        if problem is not None:
-            empty = [Span(0, self._policy.epoch, self._policy.version)]
-            self._ready.append(Response(request.id, [], FinishReason.LENGTH, empty, None, error=problem))
+                self._refuse(request, f"vLLM refused the request: {error}")
 
     def _add(self, request: Request) -> None:
         # The salt keeps keys of other weights out: while requests are in flight the prefix cache cannot be emptied.
@@ -270,6 +297,7 @@ class VllmEngine:
 
     def step(self) -> list[Response]:
         """One step of vLLM. Raises: whatever ends its engine."""
+        self._admit()
         ready, self._ready = self._ready, []
         return ready + self._collect() if self._rows else ready
 
@@ -301,6 +329,7 @@ class VllmEngine:
         """Forget all requests."""
         if self._engine is not None:
             self._engine.abort_request([row.internal_id for row in self._rows.values()], internal=True)
+        self._held.clear()
         self._rows.clear()
         self._ready.clear()
 
