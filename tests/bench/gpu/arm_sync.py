@@ -1,4 +1,4 @@
-"""Arms 1 and 2: a rank of the synchronous loop in a process of its own. Started by bench_count.py."""
+"""Arms 1 and 2: a rank of the synchronous loop in a process of its own. Started by bench_count.py and bench_lag.py."""
 
 import argparse
 import json
@@ -20,6 +20,7 @@ def main() -> None:
     parser.add_argument("--job", type=Path, required=True)
     parser.add_argument("--set", action="append", default=[], dest="settings")
     parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--lag", type=int, default=0, help="steps between a batch's weights and its use")
     parser.add_argument("--world", type=int, default=1)
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--cards", type=int, nargs="*", default=[], help="whose use is measured, as NVML counts them")
@@ -35,7 +36,7 @@ def main() -> None:
     )
     busy = Busy(options.cards) if options.rank == 0 else None
     with tempfile.TemporaryDirectory() as folder:
-        loop = SyncLoop(job, Path(folder), ranks)
+        loop = SyncLoop(job, Path(folder), ranks, lag=options.lag)
         run = loop.run(
             seconds=options.seconds,
             max_steps=options.max_steps,

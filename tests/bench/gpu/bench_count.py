@@ -7,6 +7,9 @@ PYTHONPATH=workloads:tests python tests/bench/gpu/bench_count.py --start example
 PYTHONPATH=workloads:tests python tests/bench/gpu/bench_count.py --rehearse       (a minute, on a CPU)
 PYTHONPATH=workloads:tests python tests/bench/gpu/bench_count.py --table          (rows from the runs so far)
 
+Arm 5 on one card (`--gpus 0`): both roles share it, each with its process; give the engine a cache of a fixed size with
+`--set searcher.engine.extraArgs.kv_cache_memory_bytes=…`, since vLLM counts what other processes hold as its own.
+
 Runs are appended to docs/results/gpu_count.jsonl; the table is docs/results/gpu_count.json. Scoring held-out prompts
 is on no arm's clock. `--set path=value` changes the job of every arm; name the change with --variant.
 """
@@ -120,10 +123,10 @@ def run_one(options: argparse.Namespace, arm: int, seed: int, folder: Path) -> C
         task=options.task,
         arm=arm,
         seed=seed,
-        gpus=1 if arm == 1 else 2,
+        gpus=1 if arm == 1 else len(set(gpus)),
         variant=options.variant,
         settings=options.settings,
-        machine=machine() + _cards(),
+        machine=machine() + cards_of(),
         date=datetime.now(UTC).date().isoformat(),
         command=own_command().replace("PYTHONPATH=workloads ", "PYTHONPATH=workloads:tests "),
         **found,
@@ -216,7 +219,7 @@ def run_async(
     return arm_async.outcome(played, scores)
 
 
-def _cards() -> str:
+def cards_of() -> str:
     """GPUs, of which this process, which loads no torch, knows nothing."""
     with suppress(OSError, subprocess.CalledProcessError):
         argv = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]

@@ -5,9 +5,13 @@
 
 Engine, learner, objective, reward and job file are those of an asynchronous run, so the difference is asynchrony. With
 several ranks each takes its share of the prompts on its own card, and gradients are averaged before the update.
+
+With a lag of L steps each batch waits in a queue while L others are trained on: data exactly L steps old, for studies
+of what staleness costs. The queue is filled before the clock starts.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
@@ -70,8 +74,11 @@ class SyncRun:
 class SyncLoop:
     """One rank."""
 
-    def __init__(self, job: TBAJob, folder: Path, ranks: Ranks) -> None:
-        """`folder`: for prompt sets. Starts the engine before the learner takes memory."""
+    def __init__(self, job: TBAJob, folder: Path, ranks: Ranks, *, lag: int = 0) -> None:
+        """`folder`: for prompt sets. `lag`: steps between a batch's weights and its use.
+
+        Starts the engine before the learner takes memory.
+        """
         self._ranks = ranks
         spec = job.spec
         config = spec.run_config()
@@ -79,7 +86,9 @@ class SyncLoop:
             raise SystemExit(f"P={config.objective.prompts_per_batch} is no multiple of {ranks.world} ranks")
         share = config.objective.prompts_per_batch // ranks.world
         self._config = _synchronous(config, share)
-        self._live = _live(spec.live_config())
+        self._live = _live(spec.live_config(), lag)
+        self._lag = lag
+        self._queue: deque[list[Visit]] = deque()
         loaded = load_model(config.model, base_dir=Path("."))
         self._assets = loaded.assets
         self._train, self._test = (
@@ -114,6 +123,8 @@ class SyncLoop:
         run = SyncRun(full_rate=self.full_rate())
         run.held_out.append(Point(0, 0.0, self.evaluate()))
         tell(f"held out at step 0: {run.held_out[0].score:.3f}; full engine: {run.full_rate:,.0f} tokens/s")
+        while len(self._queue) < self._lag:
+            self._queue.append(self.generate(self._config.objective.prompts_per_batch))
         self._ranks.wait()
         clock = 0.0
         while clock < seconds and self.learner.step < max_steps:
@@ -145,10 +156,10 @@ class SyncLoop:
 
     def _step(self) -> tuple[StepCost, float]:
         started = time.perf_counter()
-        visits = self.generate(self._config.objective.prompts_per_batch)
-        rows = [row for visit in visits for row in visit.trajectories()]
-        rewards = [row.reward or 0.0 for row in rows]
+        self._queue.append(self.generate(self._config.objective.prompts_per_batch))
         generated = time.perf_counter()
+        rewards = [row.reward or 0.0 for visit in self._queue[-1] for row in visit.trajectories()]
+        rows = [row for visit in self._queue.popleft() for row in visit.trajectories()]
         seq = self.learner.step
         header = ShardHeader(
             run="0" * 32, searcher="sync", incarnation=self._incarnation, seq=seq, reward_version="bench"
@@ -243,8 +254,8 @@ def _synchronous(config: RunConfig, share: int) -> RunConfig:
     return config.model_copy(update={"objective": objective, "buffer": buffer})
 
 
-def _live(live: LiveConfig) -> LiveConfig:
-    buffer = live.buffer.model_copy(update={"max_replay_ratio": None, "max_policy_lag": 0})
+def _live(live: LiveConfig, lag: int) -> LiveConfig:
+    buffer = live.buffer.model_copy(update={"max_replay_ratio": None, "max_policy_lag": lag})
     return live.model_copy(update={"buffer": buffer, "sync": live.sync.model_copy(update={"interval_steps": 1})})
 
 

@@ -243,3 +243,11 @@ def test_lookup_finds_an_objective_by_its_type_and_names_the_remedy_else() -> No
     for name in ("Trajectory", "schedules", "os.path", ""):
         with pytest.raises(UserError, match="objective.type must name"):
             lookup(name)
+
+
+def test_a_lowered_baseline_pulls_every_response_up_by_the_same_amount() -> None:
+    policy, ref, rewards = batch(3)
+    weights = torch.rand(policy.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.1
+    plain = gradient(policy, ref, rewards, weights=weights)
+    lowered = gradient(policy, ref, rewards, weights=weights, baseline_shift=0.25)
+    close(lowered, plain - 0.25 * weights / policy.numel())

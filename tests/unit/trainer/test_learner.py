@@ -159,6 +159,18 @@ def test_ratio_weight_of_a_first_use_is_one_and_later_ones_are_clipped():
     assert (later.weights < later.plan.weights - 1e-6).any()
 
 
+def test_a_floor_above_every_probability_weakens_only_the_push_on_bad_responses():
+    moved = {}
+    for name, parameters in (("plain", {}), ("floor", {"suppressionFloor": 1.0}), ("shift", {"baselineShift": 0.5})):
+        learner = make_learner(run_config(parameters=parameters))
+        feed(learner, make_shard(0, prompts=(0, 1, 2), samples=4))
+        result = learner.train_step(live_config(), epoch=1)
+        moved[name] = (result.loss, result.update.grad_norm)
+    assert moved["floor"][0] == moved["plain"][0]  # the loss is the same, its gradient is not
+    assert moved["floor"][1] != pytest.approx(moved["plain"][1], rel=1e-3)
+    assert moved["shift"][0] > moved["plain"][0]  # -0.5 x mean log-probability more
+
+
 def restored_from(learner):
     twin = make_learner(learner.config, seed=99)
     twin.policy.reference_model.load_state_dict(learner.policy.reference_model.state_dict())

@@ -3,6 +3,7 @@
 `RunConfig` is frozen for the life of a run and lies in the bucket; `LiveConfig` may change while it runs.
 """
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -209,6 +210,14 @@ class Reference(Contract):
         return self
 
 
+_TRAJECTORY_BALANCE: dict[str, tuple[Callable[[float], bool], str]] = {
+    "ratioAlpha": (lambda x: 0 <= x <= 1, "in [0, 1]"),
+    "ratioClip": (lambda x: x > 0, "> 0"),
+    "baselineShift": (lambda x: x >= 0, ">= 0"),
+    "suppressionFloor": (lambda x: 0 <= x <= 1, "in [0, 1]"),
+}
+
+
 class Objective(Contract):
     """What the trainer minimises and for how long."""
 
@@ -238,20 +247,22 @@ class Objective(Contract):
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Of every random choice of the run."""
     parameters: dict[str, Any] = Field(default_factory=dict)
-    """Of the objective type. TrajectoryBalance: ratioAlpha (0..1, default 0) and ratioClip (> 0, default 1)."""
+    """Of the objective type. TrajectoryBalance, against stale data: ratioAlpha (0..1, default 0), ratioClip (> 0,
+    default 1), baselineShift (>= 0, default 0), suppressionFloor (0..1, default 0)."""
 
     @model_validator(mode="after")
     def _anneal(self) -> Self:
         if (self.beta_final is None) != (self.beta_anneal_steps is None):
             raise ValueError("betaFinal and betaAnnealSteps go together: set both or neither")
-        unknown = set(self.parameters) - {"ratioAlpha", "ratioClip"}
+        unknown = self.parameters.keys() - _TRAJECTORY_BALANCE.keys()
         if unknown:
-            raise ValueError(f"parameters of TrajectoryBalance are ratioAlpha and ratioClip, got {sorted(unknown)}")
-        alpha, clip = self.parameters.get("ratioAlpha", 0.0), self.parameters.get("ratioClip", 1.0)
-        if not (isinstance(alpha, int | float) and 0 <= alpha <= 1):
-            raise ValueError(f"parameters.ratioAlpha must be in [0, 1], got {alpha!r}")
-        if not (isinstance(clip, int | float) and clip > 0):
-            raise ValueError(f"parameters.ratioClip must be > 0, got {clip!r}")
+            raise ValueError(
+                f"parameters of TrajectoryBalance are {', '.join(_TRAJECTORY_BALANCE)}, got {sorted(unknown)}"
+            )
+        for name, got in self.parameters.items():
+            accepts, wanted = _TRAJECTORY_BALANCE[name]
+            if isinstance(got, bool) or not isinstance(got, int | float) or not accepts(got):
+                raise ValueError(f"parameters.{name} must be {wanted}, got {got!r}")
         return self
 
 

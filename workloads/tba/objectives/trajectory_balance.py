@@ -20,7 +20,7 @@ class Loss:
     """What one batch gives."""
 
     loss: torch.Tensor  # () differentiable through policy_logprobs alone
-    advantages: torch.Tensor  # (P, K) detached, weight included; each group sums to 0
+    advantages: torch.Tensor  # (P, K) detached, weight included; each group sums to its weights x baseline_shift
     log_z: torch.Tensor  # (P,) detached estimate of log Z = mean(r)/beta - mean(log-ratio)
 
 
@@ -31,6 +31,7 @@ def trajectory_balance(
     *,
     beta: float,
     weights: torch.Tensor | None = None,
+    baseline_shift: float = 0.0,
     scale: Scale = "reward",
     center_kl: bool = True,
     allow_biased: bool = False,
@@ -39,8 +40,10 @@ def trajectory_balance(
 
     Inputs are (P, K); means are weighted with `weights` (>= 0, positive sum a group; 0 marks an empty slot, whose other
     values are ignored). Any positive weights keep the minimiser; integer multiplicities that sum to K equal the
-    expanded group. scale "paper" multiplies by 2/beta: the literal Eq. 5. `center_kl=False` drops l_mean, which moves
-    the minimiser off-policy, and needs `allow_biased`.
+    expanded group. `baseline_shift` (reward, >= 0; arXiv 2506.20520) lowers the baseline: every response is pulled up a
+    little, which on the policy's own samples is nothing in the mean and on older ones holds it near their sampler.
+    scale "paper" multiplies by 2/beta: the literal Eq. 5. `center_kl=False` drops l_mean, which moves the minimiser
+    off-policy, and needs `allow_biased`.
 
     Raises: UserError for K < 2, unequal shapes, beta <= 0, and on a CPU for negative weights, an empty group, or a
     non-finite reward at positive weight.
@@ -59,7 +62,7 @@ def trajectory_balance(
     r = torch.where(used, rewards.double(), 0.0)
     w = w.double()
     r_mean, ratio_mean = _mean(r, w), _mean(ratio, w)  # (P, 1)
-    advantages = w * ((r - r_mean) - beta * (ratio - (ratio_mean if center_kl else 0.0)))
+    advantages = w * ((r - r_mean + baseline_shift) - beta * (ratio - (ratio_mean if center_kl else 0.0)))
     factor = 2.0 / beta if scale == "paper" else 1.0
     loss = -(factor / rewards.numel()) * (advantages.to(logprobs.dtype) * logprobs).sum()
     return Loss(loss, advantages.to(logprobs.dtype), (r_mean / beta - ratio_mean).squeeze(1).to(logprobs.dtype))

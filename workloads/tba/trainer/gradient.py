@@ -71,6 +71,8 @@ class BatchGradient:
         self._scale = objective.loss_scale.lower()
         self._alpha = float(objective.parameters.get("ratioAlpha", 0.0))
         self._clip = float(objective.parameters.get("ratioClip", 1.0))
+        self._shift = float(objective.parameters.get("baselineShift", 0.0))
+        policy.scorer.suppression_floor = float(objective.parameters.get("suppressionFloor", 0.0))
         used = plan.weights > 0
         self._used = used
         self.rewards = np.where(used, buffer.rewards(plan.rows), 0.0).astype(np.float32)  # (P, K)
@@ -215,6 +217,7 @@ class BatchGradient:
             self._rewards[work.groups],
             beta=self._beta,
             weights=weights,
+            baseline_shift=self._shift,
             scale=self._scale,
         )
         loss = result.loss * (len(work.groups) / len(self._plan.rows))
