@@ -91,6 +91,13 @@ pairs) # arms 2 and 3 on both cards
   count 0,1 280 --arms 2 --seeds "${2:-0}"
   count 0,1 290 --arms 3 --seeds "${2:-0}"
   ;;
+lag) # cells of the study of stale data, side by side on the first card: session.sh lag LIMIT ARGUMENTS...
+  limit=${2:?limit}
+  shift 2
+  [ -e "$KEEP/gpu_lag.jsonl" ] || cp docs/results/gpu_lag.jsonl "$KEEP/" 2>/dev/null
+  TAIL=60 step 0 "$limit" "lag-$SECONDS" python3 tests/bench/gpu/bench_lag.py --start "$START" \
+    --runs "$KEEP/gpu_lag.jsonl" -o "$KEEP/gpu_lag.json" "$@"
+  ;;
 count) # anything else: session.sh count CARDS LIMIT ARGUMENTS...
   shift
   count "$@"

@@ -66,6 +66,9 @@ def main() -> None:
     parser.add_argument("--together", type=int, default=4, help="runs at a time")
     parser.add_argument("--cache-gib", type=float, default=6.0, help="of each engine")
     parser.add_argument("--gpu", default="0")
+    parser.add_argument(
+        "--set", action="append", default=[], dest="settings", metavar="PATH=VALUE", help="in all cells"
+    )
     parser.add_argument("--runs", type=Path, default=RESULTS / "gpu_lag.jsonl")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU with a tiny model; writes nothing here")
     parser.add_argument("--table", action="store_true", help="only write the table")
@@ -73,7 +76,8 @@ def main() -> None:
     options = parser.parse_args()
     options.task = "count"
     with tempfile.TemporaryDirectory() as folder:
-        options.settings = [f"searcher.engine.extraArgs.kv_cache_memory_bytes={int(options.cache_gib * 2**30)}"]
+        cache = [f"searcher.engine.extraArgs.kv_cache_memory_bytes={int(options.cache_gib * 2**30)}"]
+        options.settings = cache + options.settings
         if options.rehearse:
             options.start = tiny_start(Path(folder) / "start")
             options.settings, options.steps, options.evaluate_every, options.gpu = REHEARSAL, 4, 2, ""
