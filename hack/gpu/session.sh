@@ -42,7 +42,7 @@ trainer_bench() {
 count() { # count CARDS LIMIT ARGUMENTS...
   local cards=$1 limit=$2 name
   shift 2
-  name=count-$(echo "$*" | tr -c 'a-z0-9\n' '-')
+  name=count-$(echo "$*" | tr -c 'a-z0-9\n' '-' | cut -c1-80)
   [ -e "$KEEP/gpu_count.jsonl" ] || cp docs/results/gpu_count.jsonl "$KEEP/" 2>/dev/null
   TAIL=40 step 0,1 "$limit" "$name" python3 tests/bench/gpu/bench_count.py --start "$START" --gpus "$cards" \
     --seconds "$SECONDS_A_RUN" --max-steps 250 --run-root "$RUN_ROOT" --runs "$KEEP/gpu_count.jsonl" -o "$KEEP/gpu_count.json" "$@"

@@ -45,13 +45,6 @@ _REFINED: dict[tuple[str, str], dict[str, Any]] = {
                 "format": "double",
                 "minimum": 0,
             },
-            "suppressionFloor": {
-                "description": "Probability below which the push on a bad response's token fades; none: 0.",
-                "type": "number",
-                "format": "double",
-                "minimum": 0,
-                "maximum": 1,
-            },
         },
     },
     ("ColocatedSearcher", "enabled"): {_OPAQUE: True, "enum": ["auto", True, False]},

@@ -5,6 +5,7 @@ python rank_runs.py RANKS FOLDER RECIPE...      (rank 0; it starts the others: p
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from support.learning import feed, live_config, make_shard, run_config, tiny_llama
+from support.scoring import tiny
 
 from tba.contracts.config import RunConfig
+from tba.contracts.errors import UserError
 from tba.contracts.records import Lineage
 from tba.trainer.checkpoint import TrainerState
 from tba.trainer.learner import Learner, new_rows
@@ -48,6 +51,8 @@ RECIPES = {
     "bfloat16": Recipe({}, micro_batch_tokens=30, dtype="bfloat16"),
 }
 SHARDS = (0, 1)
+UNPACKABLE = "file:///bloom"
+"""Model that several ranks refuse."""
 
 
 def config_of(recipe: Recipe) -> RunConfig:
@@ -96,9 +101,10 @@ def _alone(config: RunConfig) -> Learner:
 def _spread(config: RunConfig, processes: RankProcesses) -> Learner:
     torch.manual_seed(0)
     objective, ranks = config.objective, processes.ranks
-    order_build(ranks, config.model, objective, {})
+    unpackable = config.model.uri == UNPACKABLE
+    order_build(ranks, config.model, objective, {UNPACKABLE: b""} if unpackable else {})
     policy = ShardedPolicy(
-        tiny_llama(),
+        bloom() if unpackable else tiny_llama(),
         config=config.model,
         reference=objective.reference,
         temperature=objective.temperature,
@@ -117,6 +123,10 @@ def train(learner: Learner, recipe: Recipe, steps: int) -> dict[str, torch.Tenso
         numbers = [step.loss, step.update.grad_norm, step.trained_tokens, step.scored_tokens]
         results[f"numbers/{learner.step}"] = torch.tensor(numbers, dtype=torch.float64)
     return results | {f"staged/{n}": t for n, t in learner.policy.stage().items()} | tensors_of(learner.state())
+
+
+def bloom() -> torch.nn.Module:
+    return tiny("bloom", n_layer=2, n_head=4)
 
 
 def tensors_of(state: TrainerState) -> dict[str, torch.Tensor]:
@@ -173,16 +183,38 @@ def train_forever(make: Callable[[RunConfig], Learner]) -> None:
             print("training", file=sys.stderr, flush=True)
 
 
+def refuse(make: Callable[[RunConfig], Learner]) -> None:
+    """A model that no rank takes; this one is slow to end."""
+    try:
+        config = config_of(RECIPES["plain"])
+        make(config.model_copy(update={"model": config.model.model_copy(update={"uri": UNPACKABLE})}))
+    except UserError as error:
+        print(error, file=sys.stderr, flush=True)
+        time.sleep(3.0)
+        raise SystemExit(error.exit_code) from error
+
+
+def serve_told() -> None:
+    """As a rank other than 0: with its exit code, and saying whether it has left."""
+    try:
+        serve(join_as_child(), build=lambda assets, _trust: bloom() if assets else tiny_llama())
+    except UserError as error:
+        raise SystemExit(error.exit_code) from error
+    print("rank stayed" if torch.distributed.is_initialized() else "rank left", file=sys.stderr, flush=True)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     if len(sys.argv) == 1:
-        serve(join_as_child(), build=lambda _assets, _trust: tiny_llama())
+        serve_told()
         return
     num_ranks, folder = int(sys.argv[1]), Path(sys.argv[2])
     with learners(num_ranks) as make:
         for name in sys.argv[3:]:
             if name == "forever":
                 train_forever(make)
+            if name == "refused":
+                refuse(make)
             save_file(run(make, name, folder), folder / f"{name}.safetensors")
 
 

@@ -83,6 +83,7 @@ def test_sliding_windows_are_those_of_the_layers_that_have_them():
     "change",
     [
         {"num_local_experts": 8}, {"n_routed_experts": 64}, {"kv_lora_rank": 512}, {"is_encoder_decoder": True},
+        {"vision_config": {"hidden_size": 1}, "text_config": SMOLLM2},
         {"vision_config": {"hidden_size": 1}}, {"layer_types": ["full_attention", "linear_attention"]},
         {"num_attention_heads": None}, {"hidden_size": None},
     ],

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.learning import tiny_llama
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from tba.contracts.config import LoRA
 from tba.contracts.errors import CorruptObject, UserError
@@ -71,7 +72,7 @@ def test_merging_rounds_once_from_float32_and_leaves_the_rest_as_it_is():
     assert len(changed) == 4 and all("q_proj" in n or "down_proj" in n for n in changed)
 
 
-@pytest.mark.parametrize("break_it", ["half", "rank", "stranger"])
+@pytest.mark.parametrize("break_it", ["half", "rank", "stranger", "empty"])
 def test_an_adapter_of_another_base_is_refused(break_it):
     _, base, adapter = adapted()
     tensors = adapter.tensors()
@@ -80,6 +81,8 @@ def test_an_adapter_of_another_base_is_refused(break_it):
         del tensors[name]
     elif break_it == "rank":
         tensors[name] = tensors[name][:2]
+    elif break_it == "empty":
+        tensors = {}
     else:
         tensors = {n.replace("layers.0", "layers.7"): t for n, t in tensors.items()}
     with pytest.raises(CorruptObject, match="adapter"):
@@ -100,8 +103,73 @@ def test_targets_that_can_have_no_adapter_are_named(targets, told):
         attach(tiny_llama(), LoRA(target_modules=targets))
 
 
+def test_a_model_without_linear_layers_is_told_so():
+    model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=20, bos_token_id=1, eos_token_id=1))
+    with pytest.raises(UserError, match=r"named \['q_proj'\]: this model has no linear layer; remove model\.lora"):
+        attach(model, LoRA(target_modules=["q_proj"]))
+
+
+@pytest.mark.parametrize("shared", ["weight", "module"])
+def test_a_weight_that_two_modules_hold_can_have_no_adapter(shared):
+    """Beside one of them it would change that one alone, merged it would change both."""
+    model = tiny_llama()
+    first, second = (layer.self_attn for layer in model.model.layers)
+    if shared == "module":
+        second.q_proj = first.q_proj
+    else:
+        second.q_proj.weight = first.q_proj.weight
+    for target in ("layers.0.self_attn.q_proj", "q_proj"):
+        with pytest.raises(UserError, match="q_proj is a Linear that shares its weight"):
+            attach(model, LoRA(target_modules=[target]))
+    attach(model, LoRA(target_modules=["v_proj"]))
+
+
+@torch.no_grad()
+def test_a_block_that_is_used_twice_has_one_adapter_that_works_in_both_places():
+    torch.manual_seed(0)
+    model = tiny_llama().eval()
+    model.model.layers[1] = model.model.layers[0]
+    base = {n: t.clone() for n, t in weight_tensors(model).items()}
+    adapter = attach(model, SETTINGS)
+    for tensor in adapter.tensors().values():
+        tensor.normal_(std=0.3)
+    logits = model(TOKENS).logits
+    with adapter.off():
+        before = model(TOKENS).logits
+        load_weights(model, merged(base, adapter.tensors(), scale=4.0) | adapter.tensors())
+        assert (model(TOKENS).logits - logits).abs().max() < 1e-5 < (before - logits).abs().max()
+
+
+def test_a_rank_that_no_target_has_is_refused():
+    """It would take memory for nothing, or all of it."""
+    sides = LoRA(rank=17, target_modules=["q_proj", "down_proj"])  # 16 x 16, 16 x 32
+    with pytest.raises(UserError, match="rank must be <= 16, the side of its targets, got 17"):
+        attach(tiny_llama(), sides)
+    attach(tiny_llama(), sides.model_copy(update={"rank": 16}))
+
+
+def test_a_scale_that_overflows_is_refused():
+    with pytest.raises(UserError, match=r"alpha / rank must be a float32 number, got 5e\+38: lower alpha"):
+        attach(tiny_llama(), LoRA(rank=2, alpha=1e39))
+
+
 def test_peft_names_and_settings():
-    tensors, settings = peft_files(adapted()[2].tensors(), SETTINGS, "hf://org/name")
+    tensors, settings = peft_files(adapted()[2].tensors(), SETTINGS, uri="hf://org/name", revision="abc")
     assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in tensors and len(tensors) == 8
     assert (settings["r"], settings["lora_alpha"], settings["peft_type"]) == (3, 12.0, "LORA")
     assert settings["target_modules"] == ["down_proj", "q_proj"]
+
+
+@pytest.mark.parametrize(
+    ("uri", "name", "revision"),
+    [
+        ("hf://org/name", "org/name", "abc"),
+        ("file:///models/base", "/models/base", None),
+        ("s3://bucket/base", "s3://bucket/base", None),
+        (None, None, None),
+    ],
+)
+def test_the_base_is_named_as_from_pretrained_takes_it(uri, name, revision):
+    """PEFT loads it by name and revision: a URI would be no name, and another revision another model."""
+    settings = peft_files({}, SETTINGS, uri=uri, revision="abc")[1]
+    assert (settings["base_model_name_or_path"], settings["revision"]) == (name, revision)

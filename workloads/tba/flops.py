@@ -71,8 +71,8 @@ class ModelShape:
 
 def model_shape(config: Mapping[str, Any], tensors: Iterable[tuple[str, Sequence[int]]]) -> ModelShape | None:
     """Of a model's config.json and its tensors' names and shapes; None for anything but a dense decoder of text."""
-    config = config.get("text_config") or config
-    if any(config.get(name) for name in _NOT_DENSE) or any(config.get(name) for name in _NOT_TEXT):
+    whole, config = config, config.get("text_config") or config
+    if any(config.get(name) for name in _NOT_DENSE) or any(whole.get(name) for name in _NOT_TEXT):
         return None
     hidden, layers, heads = (
         _first(config, *names)

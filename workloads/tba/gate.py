@@ -14,21 +14,20 @@ The searcher uses the device in a turn only, and a turn ends only when it says s
 for its newest N is alone with the device, whatever the two did at the same time.
 """
 
-import ctypes
 import os
 import selectors
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from tba.parent import die_with_parent
+
 PASS_SECONDS = 0.25
 """Between looks for rows and weights on both sides: one of the two always waits for the other."""
 _READ_BYTES = 4096
-_PR_SET_PDEATHSIG = 1
 
 
 class Gatekeeper:
@@ -182,8 +181,7 @@ def die_with_trainer(stop: Callable[[], None], *, grace_seconds: float) -> Calla
 
     From now on the kernel sends SIGTERM too, when the thread that started this process ends.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    die_with_parent()
 
     def leave() -> None:
         stop()

@@ -7,6 +7,7 @@ Tensors are named as PEFT names them, without its prefix: `<module>.lora_A.weigh
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -81,24 +82,34 @@ def scale_of(settings: LoRA) -> float:
 def targets_of(model: nn.Module, settings: LoRA) -> dict[str, nn.Linear]:
     """The linear layers whose names end with one of the target modules, by name, sorted.
 
-    Raises: UserError if a target names nothing, or what can have no adapter.
+    Raises: UserError if a target names nothing, or what can have no adapter; if no target has so many ranks, or
+    alpha / rank is no float32 number.
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
     found = {t: _named(model, t) for t in settings.target_modules}
     missing = [target for target, modules in found.items() if not modules]
     if missing or not found:
         linears = {n.rpartition(".")[2] for n, m in model.named_modules() if type(m) is nn.Linear and m is not head}
-        raise UserError(f"model.lora.targetModules: no module is named {missing}: choose among {sorted(linears)}")
+        remedy = f"choose among {sorted(linears)}" if linears else "this model has no linear layer; remove model.lora"
+        raise UserError(f"model.lora.targetModules: no module is named {missing}: {remedy}")
     modules = dict(sorted((n, m) for named in found.values() for n, m in named.items()))
-    # A weight that two modules share has one name only in snapshots, and merging would change both.
-    weights = {n for n, _ in model.named_parameters(remove_duplicate=True)}
+    # One adapter would be beside one of two modules that share a weight, and merging would change both.
+    holders = Counter(id(getattr(m, "weight", None)) for parent in model.modules() for m in parent.children())
     for name, module in modules.items():
-        if type(module) is not nn.Linear or module is head or f"{name}.weight" not in weights:
+        plain = type(module) is nn.Linear and module is not head
+        if not plain or holders[id(module.weight)] > 1:
             kind = "the output embedding" if module is head else f"a {type(module).__name__}"
             raise UserError(
-                f"model.lora.targetModules: {name} is {kind}: adapters go on linear layers within the decoder alone"
+                f"model.lora.targetModules: {name} is {kind}{' that shares its weight' if plain else ''}: "
+                "adapters go on linear layers within the decoder alone"
             )
-    return {n: m for n, m in modules.items() if isinstance(m, nn.Linear)}
+    targets = {n: m for n, m in modules.items() if isinstance(m, nn.Linear)}
+    most = max(min(m.in_features, m.out_features) for m in targets.values())
+    if settings.rank > most:
+        raise UserError(f"model.lora.rank must be <= {most}, the side of its targets, got {settings.rank}: lower it")
+    if scale_of(settings) > torch.finfo(torch.float32).max:
+        raise UserError(f"model.lora.alpha / rank must be a float32 number, got {scale_of(settings):g}: lower alpha")
+    return targets
 
 
 def attach(model: nn.Module, settings: LoRA) -> Adapter:
@@ -115,12 +126,12 @@ def attach(model: nn.Module, settings: LoRA) -> Adapter:
 def merged(base: Mapping[str, Tensor], adapter: Mapping[str, Tensor], *, scale: float) -> dict[str, Tensor]:
     """The base's tensors with W + s·B·A, computed in float32 and rounded once to W's dtype, where there is an adapter.
 
-    Host tensors are pinned if CUDA is available; the others are the base's own.
+    Host tensors are pinned if this process uses CUDA; the others are the base's own.
     Raises: CorruptObject if the adapter is none of this base.
     """
     tensors = dict(base)
     names = {name.removesuffix(A) for name in adapter if name.endswith(A)}
-    if {name + end for name in names for end in (A, B)} != set(adapter):
+    if not names or {name + end for name in names for end in (A, B)} != set(adapter):
         raise CorruptObject(f"an adapter must hold pairs of {A} and {B}, got {sorted(adapter)[:4]}")
     for name in sorted(names):
         first, second, weight = adapter[name + A], adapter[name + B], base.get(f"{name}.weight")
@@ -129,20 +140,28 @@ def merged(base: Mapping[str, Tensor], adapter: Mapping[str, Tensor], *, scale: 
             raise CorruptObject(
                 f"the adapter of {name}, {list(second.shape)} x {list(first.shape)}, does not fit its base: {shape}"
             )
-        pinned = weight.device.type == "cpu" and torch.cuda.is_available()
+        pinned = weight.device.type == "cpu" and torch.cuda.is_initialized()  # pinning alone would start it
         target = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device, pin_memory=pinned)
         target.copy_(torch.addmm(weight.float(), second.float(), first.float(), alpha=scale))
         tensors[f"{name}.weight"] = target
     return tensors
 
 
-def peft_files(adapter: Mapping[str, Tensor], settings: LoRA, base: str) -> tuple[dict[str, Tensor], dict[str, object]]:
-    """Tensors and adapter_config.json as PEFT reads them; `base`: the model that the adapter goes on."""
+def peft_files(
+    adapter: Mapping[str, Tensor], settings: LoRA, *, uri: str | None, revision: str | None
+) -> tuple[dict[str, Tensor], dict[str, object]]:
+    """Tensors and adapter_config.json as PEFT reads them.
+
+    `uri`, `revision`: of the model that the adapter goes on, which `from_pretrained` finds for hf:// and file://; None:
+    it has no such name.
+    """
+    scheme, _, rest = (uri or "").partition("://")
     tensors = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in adapter.items()}
     return tensors, {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": rest if scheme in ("hf", "file") else uri,
+        "revision": revision if scheme == "hf" else None,
         "inference_mode": True,
         "r": settings.rank,
         "lora_alpha": settings.alpha,

@@ -2,7 +2,7 @@
 
     cell 0                     the loop as it is
     cell 4                     every batch four steps old
-    cell 8:baselineShift=0.1,suppressionFloor=0.2,objective.beta=0.02      parameters of the objective, or any path
+    cell 8:baselineShift=0.1,objective.beta=0.02      parameters of the objective, or any path
 
 Cells run side by side on one card, which slows them and changes nothing of what is reported: steps, not seconds.
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tba.contracts.errors import UserError
+
 ROOT = Path(__file__).parents[3]
 PROGRAM = ROOT / "tests/support/rank_runs.py"
 RECIPES = ["plain", "oversized", "one_group", "ratio", "ema", "reset", "clipped", "recomputed", "bfloat16"]
@@ -23,10 +25,11 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{ROOT / 'workloads'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
 
 
-def run(num_ranks: int, folder: Path, *names: str) -> None:
+def run(num_ranks: int, folder: Path, *names: str, code: int = 0) -> str:
     argv = [sys.executable, str(PROGRAM), str(num_ranks), str(folder), *names]
     done = subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == code, done.stderr[-4000:]
+    return done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +74,15 @@ def test_a_checkpoint_of_one_rank_goes_on_with_two_and_their_checkpoint_with_one
     mixed, never = (load_file(folder / "resume:4.safetensors") for folder in (tmp_path, alone))
     for what in ("master/", "optimizer/", "reference/"):
         assert differences(mixed, never, what) <= TOLERANCE, what
+
+
+def test_ranks_leave_in_order_when_all_is_done(tmp_path):
+    assert "rank left" in run(2, tmp_path)
+
+
+def test_an_error_that_all_ranks_raise_ends_with_its_own_code_and_words(tmp_path):
+    told = run(2, tmp_path, "refused", code=UserError.exit_code)
+    assert "cannot compute packed rows" in told and "trainer rank 1 ended" not in told
 
 
 @pytest.fixture

@@ -61,7 +61,6 @@ def test_the_smallest_job_is_valid_and_has_the_documented_defaults():
         ("spec.objective.parameters", {"ratioClip": 0}, "parameters.ratioClip must be > 0, got 0"),
         ("spec.objective.parameters", {"ratioAlpha": True}, "parameters.ratioAlpha must be in [0, 1], got True"),
         ("spec.objective.parameters", {"baselineShift": -1}, "parameters.baselineShift must be >= 0, got -1"),
-        ("spec.objective.parameters", {"suppressionFloor": 2}, "parameters.suppressionFloor must be in [0, 1], got 2"),
         ("spec.objective.reference", {"type": "Reset"}, "everySteps goes with type Reset"),
         ("spec.task.evaluation", {"samples": 4}, "samples must be 1 with greedy sampling, got 4: set sampling: sample"),
         ("spec.task.reward.entrypoint", "pkg.mod:fn", "set exactly one of name, entrypoint and configMapRef, got 2"),

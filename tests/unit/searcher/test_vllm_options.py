@@ -1,4 +1,9 @@
+import os
 import re
+import signal
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -161,7 +166,7 @@ def test_weights_are_compared_by_name_and_shape():
     assert misfit({"a": [2, 3]}, {"a": [3, 2]}) == "weights do not fit: a is [3, 2], want [2, 3]"
 
 
-def test_weights_in_shared_memory_are_those_that_were_put_there_and_the_file_stays():
+def test_weights_in_shared_memory_are_those_that_were_put_there_and_it_stays_for_the_next():
     shared = SharedWeights()
     first = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.tensor(2.0)}
     layout = shared.put(first)
@@ -171,9 +176,29 @@ def test_weights_in_shared_memory_are_those_that_were_put_there_and_the_file_sta
     assert shared.put(second) is layout
     assert all(torch.equal(seen[n], t) for n, t in second.items())
     other = shared.put({"a": torch.ones(2)})
-    assert other.path != layout.path and not Path(layout.path).exists()
+    assert torch.equal(other.tensors()["a"], torch.ones(2))
+    assert all(torch.equal(seen[n], t) for n, t in second.items()), "who maps it keeps it"
     shared.close()
-    assert not Path(other.path).parent.exists()
+    assert not Path(other.path).exists()
+
+
+def test_workers_see_shared_weights_and_nothing_of_them_outlives_a_killed_engine():
+    worker = "import sys, torch; print(torch.from_file(sys.argv[1], shared=True, size=1, dtype=torch.uint8).item())"
+    engine = f"""
+import os, signal, subprocess, sys, torch
+from tba.searcher.engines.vllm_weights import SharedWeights
+made = SharedWeights().put({{"a": torch.full((1,), 7, dtype=torch.uint8)}})
+subprocess.run([sys.executable, "-c", {worker!r}, made.path], check=True)
+print(made.path, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    files = {folder: set(os.listdir(folder)) for folder in ("/dev/shm", tempfile.gettempdir())}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3] / "workloads")}
+    done = subprocess.run([sys.executable, "-c", engine], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    seen, path = done.stdout.split()
+    assert seen == "7" and not Path(path).exists()
+    assert not [name for folder, old in files.items() for name in set(os.listdir(folder)) - old if "weights" in name]
 
 
 def test_vllm_is_imported_by_two_modules_only():

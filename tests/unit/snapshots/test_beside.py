@@ -19,6 +19,7 @@ def test_its_value_or_its_error_comes_back():
 def test_it_runs_while_its_caller_goes_on():
     go = threading.Event()
     call = Beside("t", lambda: go.wait(10.0))
+    call.wait(0.01)
     go.set()
     assert call.result()
 

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import threading
+import time
 
 import pytest
 from support.memory_store import MemoryStore
@@ -15,6 +16,7 @@ from tba.snapshots import SnapshotFetcher
 from tba.snapshots.hostcache import VARIABLE, HostCache
 
 DATA = bytes(range(200))
+RUN = "s3://bucket/run"
 ENTRY = FileEntry(name="f", size=len(DATA), hash=xxh3_128(DATA))
 
 
@@ -32,9 +34,9 @@ class Source:
         return fetch
 
 
-def read(cache: HostCache, source: Source, entry: FileEntry = ENTRY) -> bytes:
+def read(cache: HostCache, source: Source, entry: FileEntry = ENTRY, run: str = RUN) -> bytes:
     target = memoryview(bytearray(entry.size))
-    cache.read(entry, target, source.into(target))
+    cache.read(run, entry, target, source.into(target))
     return bytes(target)
 
 
@@ -48,15 +50,18 @@ def test_what_one_searcher_read_the_others_take_from_the_directory(tmp_path):
 def test_a_cut_or_changed_file_is_found_out_and_replaced(tmp_path, damage):
     cache, source = HostCache(tmp_path), Source()
     read(cache, source)
-    (tmp_path / f"{ENTRY.hash}.weights").write_bytes(damage)
+    (file,) = tmp_path.glob(f"*{ENTRY.hash}.weights")
+    file.write_bytes(damage)
     assert read(cache, source) == DATA and source.reads == 2
     assert read(cache, source) == DATA and source.reads == 2
 
 
 def test_a_file_that_a_killed_searcher_left_half_written_is_never_read(tmp_path):
     cache, source = HostCache(tmp_path), Source()
-    (tmp_path / f"{ENTRY.hash}.partial").write_bytes(DATA[:50])
-    assert read(cache, source) == DATA and source.reads == 1
+    read(cache, source)
+    (file,) = tmp_path.glob("*.weights")
+    file.rename(file.with_suffix(".partial")).write_bytes(DATA[:50])
+    assert read(cache, source) == DATA and source.reads == 2
     assert sorted(p.suffix for p in tmp_path.iterdir()) == ["", ".weights"]
 
 
@@ -74,7 +79,7 @@ def test_of_searchers_that_come_at_once_one_reads(tmp_path):
 
     def first() -> None:
         target = memoryview(bytearray(ENTRY.size))
-        HostCache(tmp_path).read(ENTRY, target, slow(target))
+        HostCache(tmp_path).read(RUN, ENTRY, target, slow(target))
         found.append(bytes(target))
 
     threads = [threading.Thread(target=first)]
@@ -105,7 +110,7 @@ def test_what_storage_cannot_give_is_not_kept(tmp_path):
         raise CorruptObject("flipped")
 
     with pytest.raises(CorruptObject):
-        cache.read(ENTRY, memoryview(bytearray(ENTRY.size)), broken)
+        cache.read(RUN, ENTRY, memoryview(bytearray(ENTRY.size)), broken)
     assert not list(tmp_path.glob("*.weights"))
 
 
@@ -113,7 +118,7 @@ def test_a_directory_that_cannot_be_written_costs_a_read_and_nothing_else(tmp_pa
     cache, source = HostCache(tmp_path / "gone"), Source()
     (tmp_path / "gone").rmdir()
     assert read(cache, source) == DATA and read(cache, source) == DATA and source.reads == 2
-    cache.prune(0)
+    cache.prune(RUN, 0)
 
 
 def test_a_hash_that_is_no_hash_never_becomes_a_path(tmp_path):
@@ -125,17 +130,38 @@ def test_a_hash_that_is_no_hash_never_becomes_a_path(tmp_path):
 
 def test_the_longest_unused_files_go_first_and_abandoned_ones_too(tmp_path):
     cache = HostCache(tmp_path)
+    entries = fill(cache, 4)
+    (tmp_path / "x.partial").write_bytes(b"x")
+    os.utime(tmp_path / "x.partial", (1000.0, 1000.0))
+    cache.prune(RUN, 250)
+    left = {p.stem[-32:] for p in tmp_path.glob("*.weights")}
+    assert left == {entries[2].hash, entries[3].hash} and not list(tmp_path.glob("*.partial"))
+
+
+def test_a_run_makes_room_at_no_other_runs_expense_unless_that_has_ended(tmp_path):
+    cache, source = HostCache(tmp_path), Source()
+    read(cache, source, run="s3://bucket/other")
+    fill(cache, 2)
+    cache.prune(RUN, 0)
+    (file,) = tmp_path.glob("*.weights")
+    read(cache, source, run="s3://bucket/other")
+    assert source.reads == 1
+    os.utime(file, (1000.0, 1000.0))
+    cache.prune(RUN, 0)
+    assert not file.exists()
+
+
+def fill(cache: HostCache, count: int) -> list[FileEntry]:
+    """Files of 100 bytes, each last used a second after the one before."""
     entries = []
-    for number in range(4):
+    for number in range(count):
         data = bytes([number]) * 100
         entries.append(FileEntry(name="f", size=100, hash=xxh3_128(data)))
         read(cache, Source(data), entries[-1])
-        os.utime(tmp_path / f"{entries[-1].hash}.weights", (1000.0 + number, 1000.0 + number))
-    (tmp_path / "x.partial").write_bytes(b"x")
-    os.utime(tmp_path / "x.partial", (1000.0, 1000.0))
-    cache.prune(250)
-    left = {p.stem for p in tmp_path.glob("*.weights")}
-    assert left == {entries[2].hash, entries[3].hash} and not list(tmp_path.glob("*.partial"))
+        (file,) = cache._directory.glob(f"*{entries[-1].hash}.weights")
+        used = time.time() - 100.0 + number
+        os.utime(file, (used, used))
+    return entries
 
 
 def test_the_directory_is_this_users_alone(tmp_path):

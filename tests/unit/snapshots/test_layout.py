@@ -36,7 +36,7 @@ def test_a_file_written_by_hand():
     header = (
         '{"b":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"U8","shape":[1,2],"data_offsets":[4,6]}}'
     )
-    assert data[8:].startswith(header.encode()) and int.from_bytes(data[:8], "little") % 8 == 0
+    assert bytes(data[8:]).startswith(header.encode()) and int.from_bytes(data[:8], "little") % 8 == 0
     assert data[-6:] == b"\x00\x00\x80\x3f\x01\x02"
 
 

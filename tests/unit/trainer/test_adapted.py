@@ -112,6 +112,14 @@ def test_what_goes_not_with_an_adapter_is_refused():
         make_learner(lora_config()).policy.configure(TrainerSettings(compile=True))
 
 
+def test_an_adapter_whose_scores_are_no_numbers_is_refused_at_start():
+    config = lora_config()
+    lora = LoRA(rank=2, alpha=6e38)  # a float32 number still, but not once it is multiplied
+    config = config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
+    with pytest.raises(RuntimeError, match="must score alike, got a difference of nan"):
+        make_learner(config)
+
+
 def test_the_learning_rate_is_the_adapters_own_guess():
     assert make_learner(lora_config(learningRate=None)).optimizer.peak == 5e-5
 
@@ -206,6 +214,24 @@ def test_an_exported_adapter_is_the_live_one_under_pefts_names(complete, tmp_pat
     assert all(torch.equal(tensors[f"base_model.model.{n}"], t) for n, t in own.items())
     settings = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
     assert (settings["r"], settings["lora_alpha"]) == (2, 8.0)
+    assert complete.ready.record.config.model.uri == f"file://{settings['base_model_name_or_path']}"
+
+
+def test_the_adapter_of_a_fork_names_no_base_for_it_is_not_that_of_model_uri(complete, tmp_path):
+    fork = TinyRun(
+        tmp_path / "fork",
+        min_initial=0,
+        fork_from=(complete, STEPS),
+        model={"lora": LORA},
+        totalSteps=2,
+        learningRate=1e-3,
+    )
+    trainer = fork.trainer()
+    fork.put_shard(0)
+    trainer.run()
+    assert run_command("export", fork.uri, "--adapter", "-o", str(tmp_path / "a")) == 0
+    settings = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] is None and settings["revision"] is None
 
 
 def test_an_adapter_that_is_not_there_is_told(complete, tmp_path, capsys):

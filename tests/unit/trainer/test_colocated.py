@@ -7,7 +7,15 @@ import time
 import pytest
 
 from tba.contracts.config import ColocatedSearcher
-from tba.trainer.colocated import MAX_FAILURES, SLEEP_SECONDS, Colocated, command, environment, nobody
+from tba.trainer.colocated import (
+    MAX_FAILURES,
+    SLEEP_SECONDS,
+    Colocated,
+    child_environment,
+    command,
+    environment,
+    nobody,
+)
 
 SOON = 20.0
 QUIET = 'printf "asleep 0\\n" >&$TBA_GATE_FD; exec sleep 60'
@@ -200,6 +208,12 @@ def test_the_searcher_gets_neither_tokens_nor_ports_nor_a_rank_of_the_trainer():
         "x",
     )
     assert environment(kept | left_out) == kept
+
+
+def test_how_the_trainer_allocates_is_for_its_ranks_and_not_for_an_engine():
+    own = {"PATH": "/bin", "PYTORCH_ALLOC_CONF": "expandable_segments:True", "HF_TOKEN": "x"}
+    assert set(child_environment(own)) == {"PATH", "PYTORCH_ALLOC_CONF"}
+    assert set(environment(own)) == {"PATH"}
 
 
 def test_the_command_is_one_that_the_command_line_knows(tmp_path):

@@ -8,7 +8,7 @@ from support.scoring import gradients, grouped_rows, tiny
 from tba.contracts.config import TrainerSettings
 from tba.contracts.errors import UserError
 from tba.scoring import Scorer
-from tba.trainer.memory import ActivationMemory, layers_of, needs_checkpointing, set_checkpointing
+from tba.trainer.memory import ActivationMemory, layers_of, needs_checkpointing, set_checkpointing, spare_bytes
 
 
 def test_recomputed_layers_run_twice_and_give_the_same_gradients():
@@ -56,6 +56,13 @@ def test_activations_are_recomputed_when_a_micro_batch_would_fill_the_free_memor
     assert not needs_checkpointing(1000.0, 1000, 2_000_000)
     assert needs_checkpointing(1000.0, 2000, 2_000_000)
     assert needs_checkpointing(1.0, 1, -5), "what is owed already leaves nothing"
+
+
+def test_the_share_of_a_colocated_engine_is_not_free_before_it_has_started():
+    assert spare_bytes(free=80, total=100, own=15, engine_share=0.0) == 80
+    assert spare_bytes(free=80, total=100, own=15, engine_share=0.4) == 45
+    assert spare_bytes(free=40, total=100, own=15, engine_share=0.4) == 40, "it is there"
+    assert spare_bytes(free=30, total=100, own=70, engine_share=0.4) == -10
 
 
 def test_model_without_such_layers_refuses_always():

@@ -93,6 +93,14 @@ def test_state_is_a_copy_that_later_steps_do_not_change():
     assert {name.split("/", 1)[1] for name in tensors} == set(params)
 
 
+def test_a_rank_that_does_not_write_keeps_no_copy_of_the_moments():
+    params = parameters()
+    optimizer = Optimizer(params, objective())
+    set_gradients(params, 1)
+    optimizer.apply(1)
+    assert optimizer.state(keep=False) == ({}, optimizer.state()[1])
+
+
 def test_restore_does_not_share_memory_with_what_it_was_given():
     params = parameters()
     optimizer = Optimizer(params, objective())

@@ -25,6 +25,7 @@ from tba.store.protocol import ObjectStore
 from tba.trainer.checkpoint import read_facts, read_manifest
 
 WEIGHTS_FILE = "model.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def read_snapshot(store: ObjectStore, version: int | None) -> Snapshot:
@@ -59,7 +60,8 @@ def export_adapter(store: ObjectStore, version: int | None, folder: Path) -> int
 
     Raises: UserError if the run has none, or that step is version 0; CorruptObject, StoreUnavailable.
     """
-    model = read_run_record(store).config.model
+    record = read_run_record(store)
+    model, forked = record.config.model, record.config.fork_from is not None
     if model.lora is None:
         raise UserError(f"--adapter: the run in {store.uri} trains all weights: export without --adapter")
     key = find_weights(store, version)
@@ -74,10 +76,13 @@ def export_adapter(store: ObjectStore, version: int | None, folder: Path) -> int
         if link.manifest.encoding != "adapter":
             raise UserError(f"--adapter: version {link.manifest.version} is the base itself: choose a later --step")
         step, tensors = link.manifest.version, fetch_adapter(store, link)
-    named, settings = peft_files(tensors, model.lora, model.uri)
+    # The base of a fork is its version 0: `model.uri` would load, and be another model.
+    named, settings = peft_files(tensors, model.lora, uri=None if forked else model.uri, revision=record.model_revision)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2))
-    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    partial = folder / f".{ADAPTER_FILE}.partial"
+    save_file(named, partial, metadata={"format": "pt"})
+    partial.replace(folder / ADAPTER_FILE)
     return step
 
 

@@ -7,11 +7,9 @@ start -> tick, tick, ... -> trainer ends 0            -> stop searchers -> 0
 request_stop (Ctrl-C)    -> SIGTERM to all, SIGKILL to what outlives its grace
 """
 
-import ctypes
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +17,9 @@ from pathlib import Path
 
 from tba.cli.exit import CRASH, MARK, TERMINATED
 from tba.contracts.errors import Fenced, StoreUnavailable, UserError
+from tba.parent import die_with_parent
 
 _FINAL = (UserError.exit_code, Fenced.exit_code)
-_PR_SET_PDEATHSIG = 1
 _STEADY_SECONDS = 60.0
 """A process that ran for so long starts over with the shortest wait."""
 _MAX_LOG_BYTES = 64 * 1024
@@ -160,7 +158,7 @@ class Supervisor:
                 stderr=log,
                 env={**os.environ, **program.env},
                 start_new_session=True,  # Ctrl-C reaches only us: we stop them in order
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,  # so that no process is left behind
             )
         child.started_at, child.start_at = self._clock(), None
         self._notify(f"{program.name} started, pid {child.process.pid}, log {program.log}")
@@ -268,12 +266,3 @@ def describe(code: int) -> str:
 def _exit_code(returncode: int) -> int:
     """As a shell has it: 128 + n for signal n."""
     return 128 - returncode if returncode < 0 else returncode
-
-
-_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-
-
-def _die_with_parent() -> None:
-    """In the child: SIGTERM when the supervisor dies, however it dies, so that no process is left behind."""
-    if _libc is not None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

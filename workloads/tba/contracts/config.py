@@ -3,6 +3,7 @@
 `RunConfig` is frozen for the life of a run and lies in the bucket; `LiveConfig` may change while it runs.
 """
 
+import math
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
@@ -11,7 +12,7 @@ from pydantic.alias_generators import to_camel
 
 from tba.contracts.base import Contract
 
-PositiveFloat = Annotated[float, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Steps = Annotated[int, Field(ge=1)]
 ObjectName = Annotated[str, Field(min_length=1, max_length=253)]
@@ -45,7 +46,7 @@ class LoRA(Contract):
 
     rank: int = Field(default=16, ge=1)
     """Of each adapter matrix."""
-    alpha: float = Field(default=32.0, gt=0)
+    alpha: PositiveFloat = 32.0
     """The adapter is scaled by alpha / rank."""
     target_modules: list[str] = Field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"], min_length=1)
     """Names of the linear layers that get an adapter; the output embedding can have none."""
@@ -108,7 +109,7 @@ class Reward(Contract):
     """pkg.mod:fn, called as fn(prompt, response, answer, **parameters) -> float."""
     config_map_ref: ConfigMapRef | None = None
     """A Python file with `def reward(prompt, response, answer, **parameters) -> float`."""
-    timeout_seconds: float = Field(default=10.0, gt=0)
+    timeout_seconds: PositiveFloat = 10.0
     """Wall-clock limit of one call; the worker is killed and the sample counted, never scored 0. Live."""
     memory_bytes: int = Field(default=2 * 1024**3, ge=64 * 1024**2)
     """Address-space limit of a reward worker. Live."""
@@ -126,7 +127,7 @@ class Reward(Contract):
 class Sampling(Contract):
     """How searchers sample. top_p is 1 and top_k off, always: the objective needs full support."""
 
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: PositiveFloat = 1.0
     """Of the responses; objective.temperature is another."""
     max_tokens: int = Field(default=512, ge=1)
     """Response tokens, end-of-sequence included."""
@@ -181,7 +182,7 @@ class Optimizer(Contract):
     """Decoupled from the gradient, as AdamW does."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     """Decay of the first and second moment."""
-    eps: float = Field(default=1e-8, gt=0)
+    eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
     max_grad_norm: Literal["auto"] | PositiveFloat | None = "auto"
     """auto: 3 x the running median of the gradient norm; null: no clipping (always so under lossScale Paper)."""
@@ -214,7 +215,6 @@ _TRAJECTORY_BALANCE: dict[str, tuple[Callable[[float], bool], str]] = {
     "ratioAlpha": (lambda x: 0 <= x <= 1, "in [0, 1]"),
     "ratioClip": (lambda x: x > 0, "> 0"),
     "baselineShift": (lambda x: x >= 0, ">= 0"),
-    "suppressionFloor": (lambda x: 0 <= x <= 1, "in [0, 1]"),
 }
 
 
@@ -223,9 +223,9 @@ class Objective(Contract):
 
     type: Literal["TrajectoryBalance"] = "TrajectoryBalance"
     """VarGrad trajectory balance: log Z is estimated from each group."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: PositiveFloat = 1.0
     """T of policy and reference log-probabilities: log_softmax(logits / T)."""
-    beta: float = Field(default=0.05, gt=0)
+    beta: PositiveFloat = 0.05
     """Weight of the pull towards the reference, in reward per nat."""
     beta_final: PositiveFloat | None = None
     """beta after betaAnnealSteps; null: beta stays."""
@@ -248,7 +248,7 @@ class Objective(Contract):
     """Of every random choice of the run."""
     parameters: dict[str, Any] = Field(default_factory=dict)
     """Of the objective type. TrajectoryBalance, against stale data: ratioAlpha (0..1, default 0), ratioClip (> 0,
-    default 1), baselineShift (>= 0, default 0), suppressionFloor (0..1, default 0)."""
+    default 1), baselineShift (reward, >= 0, default 0)."""
 
     @model_validator(mode="after")
     def _anneal(self) -> Self:
@@ -261,7 +261,7 @@ class Objective(Contract):
             )
         for name, got in self.parameters.items():
             accepts, wanted = _TRAJECTORY_BALANCE[name]
-            if isinstance(got, bool) or not isinstance(got, int | float) or not accepts(got):
+            if isinstance(got, bool) or not isinstance(got, int | float) or not math.isfinite(got) or not accepts(got):
                 raise ValueError(f"parameters.{name} must be {wanted}, got {got!r}")
         return self
 
@@ -314,9 +314,9 @@ class Sync(Contract):
     delta: Delta = Delta()
     retain_versions: int = Field(default=3, ge=1)
     """Newest snapshots that are never swept."""
-    poll_interval_seconds: float = Field(default=2.0, gt=0)
+    poll_interval_seconds: PositiveFloat = 2.0
     """Between polls of `latest` by a searcher and of shards by the trainer."""
-    stall_timeout_seconds: float = Field(default=1800.0, gt=0)
+    stall_timeout_seconds: PositiveFloat = 1800.0
     """Without fresh data for so long the trainer reports SyncStalled."""
 
 
@@ -486,5 +486,5 @@ class LiveConfig(Contract):
     searcher: SearcherSettings = SearcherSettings()
     buffer: Buffer = Buffer()
     """Only its live fields are taken: maxTrajectories, maxReplayRatio, maxPolicyLag, maxReplayLag."""
-    reward_timeout_seconds: float = Field(default=10.0, gt=0)
+    reward_timeout_seconds: PositiveFloat = 10.0
     reward_memory_bytes: int = Field(default=2 * 1024**3, ge=64 * 1024**2)

@@ -7,7 +7,6 @@ Every reply is written before the next call starts, so the parent can time each 
 what the reward imports is its own.
 """
 
-import ctypes
 import faulthandler
 import json
 import math
@@ -17,10 +16,10 @@ import sys
 from typing import Any
 
 from tba.contracts.errors import UserError
+from tba.parent import die_with_parent
 from tba.rewards import LoadedReward, RewardSource, load
 from tba.rewards.frames import FrameReader, frame
 
-_PR_SET_PDEATHSIG = 1
 _READ_BYTES = 1 << 16
 _MAX_ERROR_CHARS = 300
 _MAX_REWARD = 3.4e38  # shards hold float32
@@ -45,7 +44,7 @@ def main() -> None:
 
 
 def _die_with(parent_pid: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(signal.SIGKILL)
     if os.getppid() != parent_pid:  # it died before the line above
         os._exit(1)
 

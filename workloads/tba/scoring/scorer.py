@@ -19,7 +19,6 @@ from tba.scoring.attention import (
     set_attention,
     use_packed_attention,
 )
-from tba.scoring.fade import fade
 from tba.scoring.layout import Block, Layout, Rows, pack_rows
 from tba.scoring.logprobs import Kernels, Transform, compiled_kernels, token_logprobs
 
@@ -47,8 +46,6 @@ class Scorer:
         self._kernels = Kernels()
         self.refused: dict[Layout, str] = {}
         """Layouts that do not serve this model here, and why."""
-        self.suppression_floor = 0.0
-        """Of `fade`, for gradients of `sequence_logprobs`."""
         self.layout: Layout = layout or self._choose()
         if layout in ("varlen", "buckets"):
             use_packed_attention(model)
@@ -97,7 +94,7 @@ class Scorer:
 
     def sequence_logprobs(self, rows: Rows) -> Tensor:
         """Sums over the response tokens of each row: (B,) float32."""
-        tokens = fade(self.token_logprobs(rows), self.suppression_floor)
+        tokens = self.token_logprobs(rows)
         # A table instead of index_add: on a GPU that adds in any order, and a log-ratio of 0 must be 0.
         table = torch.zeros((rows.num_rows, rows.longest_response), dtype=tokens.dtype, device=tokens.device)
         return table.index_put((rows.row, rows.within), tokens).sum(1)

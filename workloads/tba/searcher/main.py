@@ -166,11 +166,14 @@ def _assemble(
         usual = live().sync.poll_interval_seconds
         return usual if gate is None else min(usual, PASS_SECONDS)
 
+    def remember() -> bool:  # deltas build on what is held, adapters on version 0
+        return live().sync.delta.enabled or record.config.model.lora is not None
+
     poller = Poller(
         store,
         run_id=record.run_id,
         interval_seconds=poll_seconds,
-        fetch=_fetch(needs_weights=engine.needs_weights, expects_deltas=lambda: live().sync.delta.enabled),
+        fetch=_fetch(needs_weights=engine.needs_weights, remember=remember),
     )
 
     def header(seq: int) -> ShardHeader:
@@ -252,12 +255,12 @@ def _as_recorded(record: RunRecord, uri: str) -> LiveConfig:
     return record.live.model_copy(update={"storage": Storage(uri=uri), "searcher": searcher})
 
 
-def _fetch(*, needs_weights: bool, expects_deltas: Callable[[], bool]) -> Fetch:
+def _fetch(*, needs_weights: bool, remember: Callable[[], bool]) -> Fetch:
     if needs_weights:
         from tba.snapshots import SnapshotFetcher
         from tba.snapshots.hostcache import HostCache
 
-        return SnapshotFetcher(remember=expects_deltas, cache=HostCache.from_environment())
+        return SnapshotFetcher(remember=remember, cache=HostCache.from_environment())
     from tba.snapshots import Snapshot, fetch_manifest
 
     return lambda store, key: Snapshot(key, fetch_manifest(store, key), {}, {})

@@ -19,9 +19,9 @@ class Beside(Generic[T]):
         self._thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
         self._thread.start()
 
-    def wait(self) -> None:
-        """Until it has ended, well or not."""
-        self._thread.join()
+    def wait(self, seconds: float | None = None) -> None:
+        """Until it has ended, well or not; at most so long."""
+        self._thread.join(seconds)
 
     def result(self) -> T:
         """Raises: what the call raised."""

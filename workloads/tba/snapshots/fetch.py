@@ -1,6 +1,6 @@
 """Fetches weights: every byte verified, tensors as views of one buffer, deltas resolved, adapters merged.
 
-manifest ─► chain ─► anchor's files ─► one buffer (pinned if there is a GPU) ─► file and tensor hashes ─► views
+manifest ─► chain ─► anchor's files ─► one buffer (hostmemory.py) ─► file and tensor hashes ─► views
                 └──► deltas, oldest first, read one ahead ─► applied in place (rebuild.py) ─► tensor hashes
 """
 
@@ -17,6 +17,7 @@ from tba.hashing import xxh3_128
 from tba.lora import merged
 from tba.snapshots.files import check_size, get_file, read_verified
 from tba.snapshots.hostcache import HostCache
+from tba.snapshots.hostmemory import host_memory
 from tba.snapshots.layout import DTYPES, TensorSpan, parse, read_header
 from tba.snapshots.manifest import Link, read_chain
 from tba.snapshots.publish import ASSETS
@@ -32,7 +33,7 @@ class Snapshot:
 
     key: str  # of the manifest
     manifest: SnapshotManifest
-    tensors: dict[str, Tensor]  # views of one buffer; pinned if CUDA is available
+    tensors: dict[str, Tensor]  # views of one buffer; pinned if this process uses CUDA
     assets: dict[str, bytes]  # config.json, tokenizer files; of a delta its anchor's, of an adapter its base's
 
 
@@ -122,8 +123,7 @@ def _allocate(store: ObjectStore, prefix: str, files: list[FileEntry]) -> list[m
 def _allocate_tensors(manifest: SnapshotManifest) -> dict[str, Tensor]:
     """Tensors of undefined content in the manifest's shapes, all of one buffer.
 
-    A fresh one each time: whoever holds views of an older buffer keeps them. Pinned blocks come from torch's cache,
-    which gives a block out again once nobody holds it and no copy from it is under way.
+    A fresh one each time: whoever holds views of an older buffer keeps them.
     """
     views = _slices([tensor_size(entry) for entry in manifest.tensors])
     return {t.name: _shaped(t, view) for t, view in zip(manifest.tensors, views, strict=True)}
@@ -141,8 +141,7 @@ def _slices(sizes: list[int]) -> list[memoryview]:
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-    buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-    whole = buffer.numpy().data
+    whole = host_memory(starts[-1]).data
     return [whole[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 

@@ -49,7 +49,8 @@ class SnapshotFetcher:
         snapshot = self._fetch(store, manifest_key, held)
         self._served = True
         if self._cache is not None:  # room for an anchor, its deltas and the next anchor
-            self._cache.prune(int(_CACHED_COPIES * sum(t.nbytes for t in snapshot.tensors.values())) + _SMALL_BYTES)
+            room = int(_CACHED_COPIES * sum(t.nbytes for t in snapshot.tensors.values())) + _SMALL_BYTES
+            self._cache.prune(store.uri, room)
         if snapshot.manifest.encoding == "adapter":
             return snapshot  # the next one applies to the same base
         if not self._remember():

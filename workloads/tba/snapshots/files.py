@@ -3,6 +3,8 @@
 import re
 from collections.abc import Mapping
 
+import numpy as np
+
 from tba.contracts.errors import CorruptObject
 from tba.contracts.records import FileEntry
 from tba.hashing import xxh3_128
@@ -27,11 +29,11 @@ def put_files(store: ObjectStore, prefix: str, files: Mapping[str, Readable]) ->
     return entries
 
 
-def get_file(store: ObjectStore, prefix: str, entry: FileEntry, cache: HostCache | None = None) -> bytearray:
+def get_file(store: ObjectStore, prefix: str, entry: FileEntry, cache: HostCache | None = None) -> memoryview:
     """Read a whole object into a buffer of its own. Raises: NotFound; CorruptObject; StoreUnavailable."""
     check_size(store, prefix, entry)
-    data = bytearray(entry.size)
-    read_verified(store, prefix, entry, memoryview(data), cache)
+    data = np.empty(entry.size, np.uint8).data  # a bytearray would be filled with zeros under the interpreter's lock
+    read_verified(store, prefix, entry, data, cache)
     return data
 
 
@@ -52,7 +54,7 @@ def read_verified(
 ) -> None:
     """Fill `target` (of `entry.size` bytes) with the object and compare its hash. Raises: NotFound; CorruptObject."""
     if cache is not None:
-        cache.read(entry, target, lambda: read_verified(store, prefix, entry, target))
+        cache.read(store.uri, entry, target, lambda: read_verified(store, prefix, entry, target))
         return
     if entry.size:
         store.read_into(prefix + entry.name, target)

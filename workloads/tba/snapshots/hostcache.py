@@ -3,7 +3,8 @@
     wanted file ─► in the directory, right by size and hash? ─► done
                └─► lock ─► look again ─► read from storage, verify ─► temporary file ─► rename
 
-Files are named by their hash, so a name has one content for ever and a damaged or cut file is found out and replaced.
+Files are named by their run and hash, so a name has one content for ever, a damaged or cut file is found out and
+replaced, and no run makes room at the expense of another.
 A process that is killed leaves its lock to the kernel and a temporary file to the next one. Whatever goes wrong here (a
 full disk, a holder that hangs) costs a read from storage and nothing else.
 """
@@ -26,6 +27,7 @@ _LOCK_SECONDS = 120.0
 _HASH = re.compile(r"[0-9a-f]{32}")
 _SUFFIX, _PARTIAL = ".weights", ".partial"
 _ABANDONED_SECONDS = 3600.0  # a temporary file so old belongs to nobody
+_ENDED_SECONDS = 86400.0  # a run that has used no file for so long has ended
 
 
 class HostCache:
@@ -49,12 +51,15 @@ class HostCache:
         directory = os.environ.get(VARIABLE)
         return cls(Path(directory)) if directory else None
 
-    def read(self, entry: FileEntry, target: memoryview, fetch: Callable[[], None]) -> None:
-        """Fill `target` from the directory, or by `fetch`, which must raise unless it fills it with the right bytes."""
+    def read(self, run: str, entry: FileEntry, target: memoryview, fetch: Callable[[], None]) -> None:
+        """Fill `target` from the directory, or by `fetch`, which must raise unless it fills it with the right bytes.
+
+        `run`: URI of its storage.
+        """
         if not _HASH.fullmatch(entry.hash):  # it came from outside and would become a path
             fetch()
             return
-        path = self._directory / f"{entry.hash}{_SUFFIX}"
+        path = self._directory / f"{_prefix(run)}{entry.hash}{_SUFFIX}"
         if _load(path, entry, target):
             return
         with self._locked(entry.hash) as locked:
@@ -64,14 +69,15 @@ class HostCache:
             if locked:
                 _save(path, target)
 
-    def prune(self, max_bytes: int) -> None:
-        """Remove files, the longest unused first, until the others take at most `max_bytes`; and what was abandoned."""
-        for path in self._directory.glob(f"*{_PARTIAL}"):
-            with suppress(OSError):
-                if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
-                    path.unlink()
+    def prune(self, run: str, max_bytes: int) -> None:
+        """Remove the run's files, the longest unused first, until the others take at most `max_bytes`.
+
+        And what was abandoned, by whatever run.
+        """
+        self._remove_unused(_PARTIAL, _ABANDONED_SECONDS)
+        self._remove_unused(_SUFFIX, _ENDED_SECONDS)
         used: list[tuple[float, int, Path]] = []
-        for path in self._directory.glob(f"*{_SUFFIX}"):
+        for path in self._directory.glob(f"{_prefix(run)}*{_SUFFIX}"):
             with suppress(OSError):
                 found = path.stat()
                 used.append((found.st_mtime, found.st_size, path))
@@ -82,6 +88,12 @@ class HostCache:
             with suppress(OSError):
                 path.unlink()
             total -= size
+
+    def _remove_unused(self, suffix: str, seconds: float) -> None:
+        for path in self._directory.glob(f"*{suffix}"):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > seconds:
+                    path.unlink()
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[bool]:
@@ -104,6 +116,10 @@ class HostCache:
                 return True
             time.sleep(0.05)
         return False
+
+
+def _prefix(run: str) -> str:
+    return f"{xxh3_128(run.encode())[:16]}-"
 
 
 def _load(path: Path, entry: FileEntry, target: memoryview) -> bool:

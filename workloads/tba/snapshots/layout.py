@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,7 +58,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _NAMES[dtype]
 
 
-def serialise(tensors: Mapping[str, Tensor]) -> bytearray:
+def serialise(tensors: Mapping[str, Tensor]) -> memoryview:
     """Tensors as safetensors bytes; each is copied once, from whatever device and stride it has.
 
     Equal tensors give equal bytes. Raises: ValueError for a dtype without a safetensors name.
@@ -73,7 +74,7 @@ def serialise(tensors: Mapping[str, Tensor]) -> bytearray:
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
-    buffer = bytearray(start + end)
+    buffer = np.empty(start + end, np.uint8).data  # a bytearray would be filled under the interpreter's lock
     buffer[:start] = len(text).to_bytes(8, "little") + text
     for name in names:
         source = tensors[name].detach()

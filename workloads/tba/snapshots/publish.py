@@ -172,9 +172,8 @@ def _put_manifest(store: ObjectStore, key: WeightsKey, manifest: SnapshotManifes
     return manifest
 
 
-def _tensor_entries(buffer: bytearray, file: str) -> list[TensorEntry]:
-    view = memoryview(buffer)
+def _tensor_entries(view: memoryview, file: str) -> list[TensorEntry]:
     return [
         TensorEntry(name=s.name, dtype=s.dtype, shape=s.shape, file=file, hash=xxh3_128(view[s.begin : s.end]))
-        for s in read_header(buffer)
+        for s in read_header(view)
     ]

@@ -88,7 +88,7 @@ def _read(store: ObjectStore, link: Link, cache: HostCache | None) -> _Blobs:
     prefix = WeightsKey.parse(link.key).prefix
     blobs: _Blobs = {}
     for entry in link.manifest.files:
-        view = memoryview(get_file(store, prefix, entry, cache))
+        view = get_file(store, prefix, entry, cache)
         spans = read_header(view)
         if {s.name for s in spans} != _placed(link.manifest, entry.name) or any(s.dtype != "U8" for s in spans):
             raise CorruptObject(f"{link.key}: {entry.name} holds other deltas than the manifest says")

@@ -17,7 +17,9 @@ from tba.lora import attach, merged, scale_of
 from tba.models import require_fit, weight_tensors
 from tba.scoring import Rows, Scorer
 from tba.trainer.memory import ActivationMemory
-from tba.trainer.model import AGREEMENT, DTYPES, Policy
+from tba.trainer.model import DTYPES, Policy
+from tba.trainer.scoring_policy import require_agreement
+from tba.trainer.working import cast_parameters
 
 
 def make_policy(
@@ -40,8 +42,7 @@ class AdaptedPolicy:
             raise ValueError(f"an adapter needs a Fixed reference, got {config.lora} and {reference.type}")
         self.publish_dtype = DTYPES[config.dtype]
         self.model = model.eval()
-        for parameter in model.parameters():  # buffers keep their dtype: a cast may ruin them
-            parameter.data = parameter.data.to(self.publish_dtype)
+        cast_parameters(model, self.publish_dtype)
         # Before the model is frozen: layouts are tried with their backward pass.
         self.scorer = Scorer(model, temperature=temperature)
         self._names = list(weight_tensors(model))
@@ -49,7 +50,7 @@ class AdaptedPolicy:
         self.adapter = attach(model, config.lora)
         self.reference_policy = PolicyId(1, 0)
         self._memory = ActivationMemory(model, self.scorer)
-        self._require_agreement()
+        require_agreement(self)  # an adapter that has learnt nothing changes nothing
 
     @property
     def device(self) -> torch.device:
@@ -117,14 +118,3 @@ class AdaptedPolicy:
     def _base(self) -> dict[str, Tensor]:
         tensors = weight_tensors(self.model)
         return {name: tensors[name] for name in self._names}
-
-    @torch.no_grad()
-    def _require_agreement(self) -> None:
-        """An adapter that has learnt nothing changes nothing."""
-        vocabulary = self.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
-        prompts = [np.array([1, 2, 3]) % vocabulary, np.array([1, 2, 3]) % vocabulary]
-        rows = self.pack(prompts, [np.array([0, 1]), np.array([1, 0, 1])])
-        own, other = self.policy_logprobs(rows, grad=False), self.reference_logprobs(rows)
-        difference = (own - other).abs().max().item()
-        if difference > AGREEMENT:
-            raise RuntimeError(f"equal policy and reference must score alike, got a difference of {difference:.3g}")

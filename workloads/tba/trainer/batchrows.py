@@ -79,17 +79,19 @@ class BatchGroups:
 
 
 class BatchRows:
-    """The rows of one batch, as arrays. What is set is forgotten: rank 0 keeps it in its buffer."""
+    """The rows of one batch after another, as arrays. What is set is forgotten: rank 0 keeps it in its buffer."""
 
-    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """`arrays`: of `pack_batch`."""
+    def __init__(self) -> None:
+        self._arrays: Mapping[str, np.ndarray] = {}
+        self._lengths = np.zeros(0, np.int64)  # (n,)
+        self._place: dict[int, int] = {}
+
+    def take(self, arrays: Mapping[str, np.ndarray]) -> BatchGroups:
+        """Hold those of the next batch, `arrays` of `pack_batch`; returns its groups."""
         self._arrays = arrays
-        self._place = {int(prompt): i for i, prompt in enumerate(arrays["known_prompts"])}
-
-    @property
-    def groups(self) -> BatchGroups:
-        """Of the batch."""
-        return BatchGroups(self._arrays["rows"], self._arrays["weights"], self._arrays["prompts"])
+        self._lengths = np.diff(arrays["tokens_offsets"])
+        self._place = {prompt: i for i, prompt in enumerate(arrays["known_prompts"].tolist())}
+        return BatchGroups(arrays["rows"], arrays["weights"], arrays["prompts"])
 
     def tokens(self, row: int) -> np.ndarray:
         """Of the response."""
@@ -105,7 +107,7 @@ class BatchRows:
 
     def num_tokens(self, rows: np.ndarray) -> np.ndarray:
         """Response lengths."""
-        return np.diff(self._arrays["tokens_offsets"])[rows]
+        return self._lengths[rows]
 
     def rewards(self, rows: np.ndarray) -> np.ndarray:
         """float32."""
@@ -144,8 +146,8 @@ def pack_batch(source: RowSource, groups: Groups) -> dict[str, np.ndarray]:
         "ref_logprobs": source.ref_logprobs(known),
         "mu_logprobs": source.mu_logprobs(known),
     }
-    arrays |= _joined("tokens", [source.tokens(int(row)) for row in known])
-    return arrays | _joined("prompt_tokens", [source.prompt_tokens(int(p)) for p in prompts])
+    arrays |= _joined("tokens", [source.tokens(row) for row in known.tolist()])
+    return arrays | _joined("prompt_tokens", [source.prompt_tokens(p) for p in prompts.tolist()])
 
 
 def _joined(name: str, parts: list[np.ndarray]) -> dict[str, np.ndarray]:

@@ -37,8 +37,8 @@ GRACE_SECONDS = 5.0
 _STEADY_SECONDS = 60.0
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 1.0, 30.0
 _LOOK_SECONDS = 0.1
-_OWN = ("TBA_PORT", "TBA_PORT_FILE", "TBA_TERMINATION_PATH", "TBA_GRACE_SECONDS", "TBA_FAILPOINTS", GATE, LOG,
-        "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # fmt: skip
+_OWN = ("TBA_PORT", "TBA_PORT_FILE", "TBA_TERMINATION_PATH", "TBA_GRACE_SECONDS", "TBA_FAILPOINTS", GATE, LOG)
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _TOKENS = ("HF_TOKEN", "TBA_PROMPTS_HF_TOKEN", "TBA_EVALUATION_HF_TOKEN")
 _RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
           "MASTER_PORT")  # fmt: skip
@@ -53,7 +53,12 @@ def command(*, config_dir: Path, storage: str, threads: int | None) -> list[str]
 
 
 def environment(own: Mapping[str, str]) -> dict[str, str]:
-    """The searcher's, from this process's `own`: without what is the trainer's alone, such as tokens and its port."""
+    """The searcher's, from this process's `own`: memory that trains is allocated in another way than an engine's."""
+    return {name: value for name, value in child_environment(own).items() if name not in _ALLOCATOR}
+
+
+def child_environment(own: Mapping[str, str]) -> dict[str, str]:
+    """Of any child of a trainer: without what is the trainer's alone, such as tokens and its port."""
     left_out = {*_OWN, *_TOKENS, *_RANKS}
     return {name: value for name, value in own.items() if name not in left_out and not name.startswith("TORCHELASTIC")}
 

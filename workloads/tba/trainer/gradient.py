@@ -72,7 +72,6 @@ class BatchGradient:
         self._alpha = float(objective.parameters.get("ratioAlpha", 0.0))
         self._clip = float(objective.parameters.get("ratioClip", 1.0))
         self._shift = float(objective.parameters.get("baselineShift", 0.0))
-        policy.scorer.suppression_floor = float(objective.parameters.get("suppressionFloor", 0.0))
         used = plan.weights > 0
         self._used = used
         self.rewards = np.where(used, buffer.rewards(plan.rows), 0.0).astype(np.float32)  # (P, K)

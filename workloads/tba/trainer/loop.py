@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from tba import telemetry, trace
-from tba.contracts.config import LiveConfig
+from tba.contracts.config import Delta, LiveConfig
 from tba.contracts.keys import CheckpointKey, WeightsKey, new_nonce
 from tba.contracts.records import EvalRequest, RunState
 from tba.failpoints import failpoint
@@ -121,7 +121,7 @@ class Trainer:
             self._store,
             self._committer,
             assets=ready.assets,
-            delta=lambda: live().sync.delta,
+            delta=lambda: live().sync.delta if ready.record.config.model.lora is None else Delta(enabled=False),
             give_up_seconds=give_up,
             on_published=self._after_publish,
         )

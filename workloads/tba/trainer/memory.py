@@ -31,6 +31,14 @@ def needs_checkpointing(bytes_per_token: float, budget_tokens: int, free_bytes: 
     return bytes_per_token * budget_tokens > HEADROOM * free_bytes
 
 
+def spare_bytes(free: int, total: int, own: int, engine_share: float) -> int:
+    """What of a GPU's `free` bytes stays free beside a colocated engine, be its share taken yet or not.
+
+    `own`: what this process holds there.
+    """
+    return min(free, round(total * (1 - engine_share)) - own)
+
+
 def layers_of(model: nn.Module) -> list[GradientCheckpointingLayer]:
     """The decoder layers that transformers can recompute."""
     return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -71,32 +79,35 @@ class ActivationMemory:
         """`bytes_per_token`: measured before, where the model cannot be run alone."""
         self._model = model
         self._scorer = scorer
-        self._decided: tuple[str, int] | None = None
+        self._decided: tuple[str, int, float] | None = None
         self._bytes_per_token = bytes_per_token
 
     def configure(self, settings: TrainerSettings) -> None:
         """Turn checkpointing on or off as the settings say. Raises: UserError for Always where it cannot be."""
-        wanted = (settings.activation_checkpointing, settings.micro_batch_tokens)
+        engine = settings.colocated_searcher
+        share = engine.memory_fraction if engine.enabled is True and not engine.free_memory else 0.0
+        wanted = (settings.activation_checkpointing, settings.micro_batch_tokens, share)
         if wanted == self._decided:
             return
-        mode, budget = wanted
+        mode, budget, _ = wanted
         on_gpu = self._scorer.device.type == "cuda"
         use = mode == "Always"
         if mode == "Auto" and on_gpu and layers_of(self._model):
-            use = self._would_not_fit(budget)
+            use = self._would_not_fit(budget, share)
         set_checkpointing(self._model, use)
         if on_gpu:
             measured = None if self._bytes_per_token is None else round(self._bytes_per_token)
             log.info(ACTIVATIONS_PLANNED, mode=mode, recomputed=use, bytes_per_token=measured, budget_tokens=budget)
         self._decided = wanted
 
-    def _would_not_fit(self, budget: int) -> bool:
+    def _would_not_fit(self, budget: int, engine_share: float) -> bool:
         device = self._scorer.device
         if self._bytes_per_token is None:
             set_checkpointing(self._model, False)
             self._bytes_per_token = activation_bytes(self._model, self._scorer)
-        free, _ = torch.cuda.mem_get_info(device)
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free, total = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.memory_reserved(device)
+        free = spare_bytes(free, total, reserved, engine_share) + reserved - torch.cuda.memory_allocated(device)
         missing = sum(local(p).numel() * STATE_BYTES for p in self._model.parameters() if p.requires_grad)
         if self._decided is not None:  # a step has been taken: moments are there
             missing = 0

@@ -13,11 +13,10 @@ from tba.contracts.records import PolicyId
 from tba.models import load_weights, weight_tensors
 from tba.scoring import Rows, Scorer
 from tba.trainer.memory import ActivationMemory, compile_layers
+from tba.trainer.scoring_policy import require_agreement, round_as_published
 from tba.trainer.working import Residence, WorkingCopy
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-AGREEMENT = 1e-3
-"""Nats by which a kernel that is not deterministic may differ from itself."""
 
 
 class Policy:
@@ -31,10 +30,7 @@ class Policy:
         self.publish_dtype = DTYPES[config.dtype]
         # eval(): dropout off, or the two forward passes of one response would differ.
         self.model = model.eval()
-        with torch.no_grad():
-            # Version 0 as published is where both start: what the cast loses must be lost here too.
-            for parameter in self.model.parameters():
-                parameter.copy_(parameter.to(self.publish_dtype))
+        round_as_published(self.model, self.publish_dtype)
         self.working = WorkingCopy(self.model, self.publish_dtype)
         self.scorer = Scorer(self.working.model, temperature=temperature)
         # A moving average needs the digits that a shorter dtype would round away at each step.
@@ -50,7 +46,7 @@ class Policy:
         """Whose weights the reference holds; cached log-probabilities of another one are void."""
         self._memory = ActivationMemory(self.working.model, self.scorer)
         self._compiled = False
-        self._require_agreement()
+        require_agreement(self)
 
     @property
     def device(self) -> torch.device:
@@ -113,15 +109,12 @@ class Policy:
         return True
 
     def stage(self) -> dict[str, Tensor]:
-        """Host copies, parameters in the published dtype, apart from the live weights from now on."""
-        parameters = {name for name, _ in self.model.named_parameters()}
+        """Host copies of the weights that compute, which are the published ones; apart from them from now on."""
         on_gpu = self.device.type == "cuda"
         staged: dict[str, Tensor] = {}
-        for name, tensor in weight_tensors(self.model).items():
-            # A buffer is no weight: a cast may ruin it (a table of frequencies), and training does not cast it either.
-            dtype = self.publish_dtype if name in parameters else tensor.dtype
-            staged[name] = torch.empty(tensor.shape, dtype=dtype, pin_memory=on_gpu)
-            staged[name].copy_(tensor.detach().to(dtype), non_blocking=True)
+        for name, tensor in weight_tensors(self.working.model).items():
+            staged[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+            staged[name].copy_(tensor, non_blocking=True)
         if on_gpu:  # pinned: all copies are queued, and waited for once
             torch.cuda.current_stream(self.device).synchronize()
         return staged
@@ -144,19 +137,3 @@ class Policy:
             with self._residence.present(changes=True):
                 load_weights(self.reference_model, reference)
                 self._reference_working.refresh()
-
-    # -- private
-
-    @torch.no_grad()
-    def _require_agreement(self) -> None:
-        """Both models hold the same weights now: in one micro-batch their log-probabilities must be equal."""
-        prompts = [np.array([1, 2, 3]) % self._vocabulary, np.array([1, 2, 3]) % self._vocabulary]
-        rows = self.pack(prompts, [np.array([0, 1]), np.array([1, 0, 1])])
-        own, other = (scorer.sequence_logprobs(rows) for scorer in (self.scorer, self._reference_scorer))
-        difference = (own - other).abs().max().item()
-        if not difference <= AGREEMENT:  # NaN too
-            raise RuntimeError(f"equal policy and reference must score alike, got a difference of {difference:.3g}")
-
-    @property
-    def _vocabulary(self) -> int:
-        return self.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]

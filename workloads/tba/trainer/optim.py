@@ -84,12 +84,17 @@ class Optimizer:
         self._adamw.step()
         return Update(norm, clipped, rate)
 
-    def state(self) -> tuple[dict[str, Tensor], list[float]]:
-        """Host copies of the moments by parameter name, and the recent gradient norms. All ranks at once."""
+    def state(self, *, keep: bool = True) -> tuple[dict[str, Tensor], list[float]]:
+        """Host copies of the moments by parameter name, and the recent gradient norms. All ranks at once.
+
+        `keep`: false on ranks that only help to gather; their copies would be memory for nothing.
+        """
         tensors: dict[str, Tensor] = {}
         for name, parameter in zip(self._names, self._parameters, strict=True):
             for key, value in self._adamw.state.get(parameter, {}).items():
-                tensors[f"{key}/{name}"] = _whole(value.detach()).to("cpu", copy=True)
+                whole = _whole(value.detach())
+                if keep:
+                    tensors[f"{key}/{name}"] = whole.to("cpu", copy=True)
         return tensors, list(self._norms)
 
     def restore(self, tensors: Iterable[tuple[str, Tensor]], norms: Sequence[float]) -> None:

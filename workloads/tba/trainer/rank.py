@@ -31,7 +31,7 @@ def from_assets(assets: Mapping[str, bytes], trust_remote_code: bool) -> nn.Modu
 
 
 def serve(ranks: Ranks, *, build: BuildModel = from_assets) -> None:
-    """Obey rank 0 until it ends. Raises: RuntimeError if it, or another rank, has gone."""
+    """Obey rank 0 until it ends, and leave. Raises: RuntimeError if it, or another rank, has gone."""
     rank: Rank | None = None
     while (order := ranks.next_order()).kind != "end":
         if order.kind == "build":
@@ -40,6 +40,7 @@ def serve(ranks: Ranks, *, build: BuildModel = from_assets) -> None:
             raise RuntimeError(f"rank 0 ordered {order.kind!r} before a model was built")
         else:
             rank.obey(order)
+    ranks.close()
 
 
 class Rank:
@@ -59,6 +60,8 @@ class Rank:
             ranks=ranks,
         )
         self._optimizer = Optimizer(dict(self._policy.model.named_parameters()), self._objective)
+        self._rows = BatchRows()
+        self._collator = Collator(self._rows, self._policy)
 
     def obey(self, order: Order) -> None:
         """Do what rank 0 does now. Raises: FloatingPointError, UserError where rank 0 raises them too."""
@@ -69,7 +72,7 @@ class Rank:
         elif order.kind == "state":
             self._policy.master_state()
             self._policy.reference_state()
-            self._optimizer.state()
+            self._optimizer.state(keep=False)
         elif order.kind == "restore":
             self._policy.restore(None, None)
             self._optimizer.restore(self._ranks.stream(None), order.facts["grad_norms"])
@@ -80,12 +83,11 @@ class Rank:
         facts = order.facts
         settings = TrainerSettings.model_validate(facts["settings"])
         self._policy.configure(settings)
-        rows = BatchRows(order.arrays)
         gradient = BatchGradient(
             self._policy,
-            rows,
-            Collator(rows, self._policy),
-            rows.groups,
+            self._rows,
+            self._collator,
+            self._rows.take(order.arrays),
             objective=self._objective,
             loss=lookup(self._objective.type),
             beta=facts["beta"],

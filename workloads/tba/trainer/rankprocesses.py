@@ -4,14 +4,14 @@ Not torchrun: its exit code says only that some rank failed, and the trainer's s
 Started by torchrun, this process takes its place from torchrun's environment variables instead.
 """
 
-import ctypes
 import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -19,17 +19,15 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from tba.contracts.errors import UserError
 from tba.log import PROCESS_STARTED, RANK_ENDED, log
-from tba.trainer.colocated import environment
-from tba.trainer.ranks import Ranks, join
+from tba.parent import die_with_parent
+from tba.trainer.colocated import child_environment
+from tba.trainer.ranks import END_SECONDS, Ranks, join
 
 JOIN_SECONDS = 600.0
 """For all ranks to import and meet."""
-END_SECONDS = 30.0
-"""For a rank to end when asked to."""
 LOOK_SECONDS = 0.2
 _HOST = "127.0.0.1"
 _STORE = "TBA_RANK_STORE_PORT"
-_PR_SET_PDEATHSIG = 1
 
 
 def own_rank(variables: Mapping[str, str]) -> int:
@@ -65,8 +63,7 @@ def join_as_child() -> Ranks:
     device = device_of(int(os.environ.get("LOCAL_RANK", rank)))
     if torchrun_size(os.environ):
         return join(rank, torchrun_size(os.environ), device)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(signal.SIGKILL)
     size = int(os.environ["WORLD_SIZE"])
     store = TCPStore(_HOST, int(os.environ[_STORE]), None, False, timeout=timedelta(seconds=JOIN_SECONDS))
     return join(rank, size, device, store)
@@ -105,23 +102,26 @@ class RankProcesses:
         return [child.pid for child in self._children]
 
     def close(self, *, in_order: bool) -> None:
-        """End all ranks: `in_order` if none is within a collective; else they are killed."""
+        """End all ranks, within a bounded time: `in_order` if none is within a collective; else they are killed."""
         if not in_order:  # what broke this process may be the loss of a rank: that is what to tell
             self._watch.join(2 * LOOK_SECONDS)
         self._closing.set()
+        deadline = time.monotonic()
         if in_order:
+            deadline += END_SECONDS
             self.ranks.close()
         for child in self._children:
             try:
-                child.wait(END_SECONDS if in_order else 0.0)
+                child.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 child.kill()
-                child.wait()
+                with suppress(subprocess.TimeoutExpired):  # a driver may hold it for ever
+                    child.wait(END_SECONDS)
 
     def _start(self, rank: int, size: int, port: int, argv: Sequence[str]) -> "subprocess.Popen[bytes]":
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), _STORE: str(port)}
         child = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, start_new_session=True, env={**environment(os.environ), **own}
+            argv, stdin=subprocess.DEVNULL, start_new_session=True, env={**child_environment(os.environ), **own}
         )
         log.info(PROCESS_STARTED, rank=rank, pid=child.pid)
         return child
@@ -130,6 +130,8 @@ class RankProcesses:
         while not self._closing.wait(LOOK_SECONDS):
             for rank, child in enumerate(self._children, start=1):
                 code = child.poll()
+                if code == UserError.exit_code:  # all ranks raise it: this process tells it, with its own exit code
+                    self._closing.wait(END_SECONDS)
                 if code is not None and not self._closing.is_set():
                     told = f"code {code}" if code >= 0 else signal.Signals(-code).name
                     log.error(RANK_ENDED, rank=rank, reason=told)

@@ -20,10 +20,14 @@ from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tba.snapshots.beside import Beside
+
 OrderKind = Literal["build", "step", "stage", "state", "restore", "end"]
 
 COLLECTIVE_SECONDS = 1800.0
 """A rank may be so much slower than another within a step: the first compiles kernels, one reads a checkpoint."""
+END_SECONDS = 30.0
+"""For ranks to end when asked to, or to follow one that has raised an error."""
 ORDER_DAYS = 3650
 """Between orders ranks wait for data, however long that takes."""
 _LENGTH_BYTES = 8
@@ -116,7 +120,12 @@ class Ranks:
             yield name, tensor
 
     def close(self) -> None:
-        """Leave; as rank 0: end the others in order."""
+        """Leave; as rank 0: end the others in order. Not for long: one that hangs must not keep a run that is done."""
+        Beside("ranks-leave", self._leave).wait(END_SECONDS)
+
+    def _leave(self) -> None:
+        if self.device.type == "cuda":  # the current device is a thread's own
+            torch.cuda.set_device(self.device)
         self.order("end")
         dist.destroy_process_group()
 

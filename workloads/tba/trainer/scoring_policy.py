@@ -1,4 +1,7 @@
-"""What the learner asks of a policy, be its weights in one process (`model`) or spread over ranks (`sharded`)."""
+"""What the learner asks of a policy, be its weights in one process (`model`) or spread over ranks (`sharded`).
+
+And what all policies have in common: how they begin, and what must hold then.
+"""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -11,6 +14,9 @@ from torch import Tensor, nn
 from tba.contracts.config import TrainerSettings
 from tba.contracts.records import PolicyId
 from tba.scoring import Rows, Scorer
+
+AGREEMENT = 1e-3
+"""Nats by which a kernel that is not deterministic may differ from itself."""
 
 
 class ScoringPolicy(Protocol):
@@ -69,3 +75,24 @@ class ScoringPolicy(Protocol):
     def restore(self, master: Mapping[str, Tensor], reference: Mapping[str, Tensor] | None) -> None:
         """Undo `master_state` and `reference_state`."""
         ...
+
+
+@torch.no_grad()
+def round_as_published(model: nn.Module, dtype: torch.dtype) -> None:
+    """Version 0 as published is where policy and reference start: what the cast loses is lost in the masters too."""
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(dtype))
+
+
+@torch.no_grad()
+def require_agreement(policy: ScoringPolicy) -> None:
+    """Policy and reference hold the same weights now: in one micro-batch their log-probabilities must be equal.
+
+    Raises: RuntimeError if they are not.
+    """
+    vocabulary = policy.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
+    prompts = [np.array([1, 2, 3]) % vocabulary, np.array([1, 2, 3]) % vocabulary]
+    rows = policy.pack(prompts, [np.array([0, 1]), np.array([1, 0, 1])])
+    difference = (policy.policy_logprobs(rows, grad=False) - policy.reference_logprobs(rows)).abs().max().item()
+    if not difference <= AGREEMENT:  # nor NaN
+        raise RuntimeError(f"equal policy and reference must score alike, got a difference of {difference:.3g}")

@@ -26,9 +26,11 @@ from tba.contracts.records import PolicyId
 from tba.models import require_fit, weight_tensors
 from tba.scoring import Layout, Rows, Scorer
 from tba.trainer.memory import ActivationMemory, activation_bytes, layers_of, local
-from tba.trainer.model import AGREEMENT, DTYPES
+from tba.trainer.model import DTYPES
 from tba.trainer.optim import shard_like
 from tba.trainer.ranks import Ranks
+from tba.trainer.scoring_policy import require_agreement, round_as_published
+from tba.trainer.working import cast_parameters
 
 
 class ShardedPolicy:
@@ -47,8 +49,11 @@ class ShardedPolicy:
         self._reference_config = reference
         self.publish_dtype = DTYPES[config.dtype]
         self.model = model.eval()
-        whole = self._published() if ranks.leads else None
-        choice = self._agree(_try_out(self.model, self.publish_dtype, temperature, ranks) if ranks.leads else None)
+        whole, found = None, None
+        if ranks.leads:
+            round_as_published(self.model, self.publish_dtype)
+            whole, found = weight_tensors(self.model), _try_out(self.model, self.publish_dtype, temperature, ranks)
+        choice = self._agree(found)
         # A moving average needs the digits that a shorter dtype would round away at each step.
         averaged = torch.float32 if reference.type == "EMA" else self.publish_dtype
         self.reference_model = _empty_copy(self.model, averaged).requires_grad_(False)
@@ -64,7 +69,7 @@ class ShardedPolicy:
         self.reference_policy = PolicyId(1, 0)
         """Whose weights the reference holds; cached log-probabilities of another one are void."""
         self._memory = ActivationMemory(self.model, self.scorer, bytes_per_token=choice.bytes_per_token)
-        self._require_agreement()
+        require_agreement(self)
 
     @property
     def device(self) -> torch.device:
@@ -141,13 +146,6 @@ class ShardedPolicy:
 
     # -- private
 
-    @torch.no_grad()
-    def _published(self) -> dict[str, Tensor]:
-        """Rank 0's weights, as those of version 0: what the published dtype loses is lost here too."""
-        for parameter in self.model.parameters():
-            parameter.copy_(parameter.to(self.publish_dtype))
-        return weight_tensors(self.model)
-
     def _agree(self, choice: "_Choice | None") -> "_Choice":
         """Rank 0's, on all ranks. Raises: UserError if rows cannot be packed."""
         told = self._ranks.say("" if choice is None else json.dumps(asdict(choice)))
@@ -200,16 +198,6 @@ class ShardedPolicy:
             target, placed = own[name], whole.to(self.device)
             local(target).copy_(local(shard_like(target, placed)) if isinstance(target, DTensor) else placed)
 
-    @torch.no_grad()
-    def _require_agreement(self) -> None:
-        """Both models hold the same weights now: in one micro-batch their log-probabilities must be equal."""
-        vocabulary = self.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
-        prompts = [np.array([1, 2, 3]) % vocabulary, np.array([1, 2, 3]) % vocabulary]
-        rows = self.pack(prompts, [np.array([0, 1]), np.array([1, 0, 1])])
-        difference = (self._policy(rows) - self._reference(rows)).abs().max().item()
-        if not difference <= AGREEMENT:  # nor NaN
-            raise RuntimeError(f"equal policy and reference must score alike, got a difference of {difference:.3g}")
-
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
@@ -224,8 +212,7 @@ class _Choice:
 def _try_out(model: nn.Module, dtype: torch.dtype, temperature: float, ranks: Ranks) -> _Choice:
     """With all weights in one place: layers cannot run alone once they are shards."""
     working = copy.deepcopy(model)
-    for parameter in working.parameters():  # buffers keep their dtype: a cast may ruin them
-        parameter.data = parameter.data.to(dtype)
+    cast_parameters(working, dtype)
     scorer = Scorer(working.to(ranks.device), temperature=temperature)
     measured = activation_bytes(working, scorer) if ranks.device.type == "cuda" else None
     return _Choice(scorer.layout, scorer.refused, measured)

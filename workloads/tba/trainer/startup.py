@@ -39,12 +39,13 @@ from tba.run_store import open_run_store
 from tba.snapshots import fetch_snapshot
 from tba.store import AlreadyExists, NotFound, ObjectStore, Weather
 from tba.store.probe import probe, require
-from tba.trainer.adapted import make_policy
+from tba.trainer.adapted import cast_parameters, make_policy
 from tba.trainer.checkpoint import LoopFacts, restore_newest
 from tba.trainer.committer import Committer
 from tba.trainer.fork import load_fork
 from tba.trainer.ingest import Binding
 from tba.trainer.learner import Learner
+from tba.trainer.model import DTYPES
 from tba.trainer.rank import order_build
 from tba.trainer.ranks import Ranks
 from tba.trainer.reread import LostShard, ShardReader
@@ -175,7 +176,8 @@ def _resume(
     model, tokenizer = build_model(
         version0.assets,
         dtype=torch.float32,
-        device=_device() if ranks is None else "cpu",
+        # Ranks shard it, an adapted base is cast (`_learner`): in float32 it may not fit the device.
+        device=_device() if ranks is None and record.config.model.lora is None else "cpu",
         trust_remote_code=record.config.model.trust_remote_code,
     )
     load_weights(model, version0.tensors)
@@ -209,6 +211,8 @@ def _learner(model: torch.nn.Module, record: RunRecord, assets: Mapping[str, byt
     config, objective = record.config, record.config.objective
     policy: ScoringPolicy
     if ranks is None:
+        if config.model.lora is not None:
+            cast_parameters(model, DTYPES[config.model.dtype])
         policy = make_policy(
             model.to(_device()),
             config=config.model,

@@ -13,6 +13,12 @@ import torch
 from torch import Tensor, nn
 
 
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """In place, with one tensor at a time there twice. Buffers keep their dtype: a cast may ruin them."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
 class WorkingCopy:
     """The module that computes for `master`: the master itself if it has that dtype, else a copy of it."""
 
@@ -22,8 +28,7 @@ class WorkingCopy:
             self.model = master
             return
         self.model = copy.deepcopy(master)
-        for parameter in self.model.parameters():  # buffers keep their dtype: a cast may ruin them
-            parameter.data = parameter.data.to(dtype)
+        cast_parameters(self.model, dtype)
 
     @property
     def _pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:

@@ -8,12 +8,9 @@ Docs: docs/decisions/0019-vllm-engine.md says why not the weight-transfer API.
 """
 
 import logging
-import shutil
-import tempfile
+import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,19 +21,18 @@ from tba.failpoints import failpoint
 _ALIGNMENT = 64
 _PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 """What vLLM calls layers whose kernels use the checkpoint's tensors as they are (on CUDA)."""
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True)
 class SharedTensors:
-    """Tensors in a file that processes of one host map: names, dtypes, shapes and places."""
+    """Tensors in memory that processes of one host map: names, dtypes, shapes and places."""
 
     path: str
     num_bytes: int
     entries: dict[str, tuple[torch.dtype, tuple[int, ...], int]] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Views of the file."""
+        """Views of it."""
         flat = torch.from_file(self.path, shared=True, size=self.num_bytes, dtype=torch.uint8)
         found = {}
         for name, (dtype, shape, begin) in self.entries.items():
@@ -46,10 +42,13 @@ class SharedTensors:
 
 
 class SharedWeights:
-    """Keeps one file for the weights of one engine: pages that exist are filled several times faster than new ones."""
+    """Keeps memory for the weights of one engine: pages that exist are filled several times faster than new ones.
+
+    A file without a name: it goes with the last process that has it, however that ends.
+    """
 
     def __init__(self) -> None:
-        self._folder: Path | None = None
+        self._file: int | None = None
         self._layout: SharedTensors | None = None
 
     def put(self, tensors: Mapping[str, Tensor]) -> SharedTensors:
@@ -60,25 +59,18 @@ class SharedWeights:
             end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         if self._layout is None or self._layout.entries != entries:
             self.close()
-            self._folder = Path(tempfile.mkdtemp(prefix="tba-weights-", dir=_place(end)))
-            self._layout = SharedTensors(str(self._folder / "weights"), end, entries)
+            self._file = os.memfd_create("tba-weights")
+            os.ftruncate(self._file, end)
+            self._layout = SharedTensors(f"/proc/{os.getpid()}/fd/{self._file}", end, entries)
         for name, target in self._layout.tensors().items():
             target.copy_(tensors[name])
         return self._layout
 
     def close(self) -> None:
-        """Remove the file; who maps it keeps it."""
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder = self._layout = None
-
-
-def _place(num_bytes: int) -> Path | None:
-    """Shared memory if it has the room (a container's is 64 MB unless it asked for more), else the temporary folder."""
-    with suppress(OSError):
-        if shutil.disk_usage(_SHARED_MEMORY).free > num_bytes:
-            return _SHARED_MEMORY
-    return None
+        """Give it up; who maps it keeps it."""
+        if self._file is not None:
+            os.close(self._file)
+        self._file = self._layout = None
 
 
 class WeightLoader:
