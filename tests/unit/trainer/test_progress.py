@@ -111,7 +111,13 @@ def test_learner_fills_the_cumulative_numbers():
     assert 0 < row.ess <= 1.0 + 1e-6
     shard = make_shard(0)
     assert row.generated_reward_mean == pytest.approx(float(shard.rewards.mean()))
-    assert row_of(result, learner).generated_reward_mean is None, "told once"
+    later = row_of(result, learner)
+    assert later.generated_reward_mean is None, "told once"
+    state = Tracker(total_steps=9)
+    assert state.progress().reward is None
+    for each in (row, later):  # without new responses the last mean stays
+        state.stepped(each)
+        assert state.progress().reward == row.generated_reward_mean
 
 
 def test_metrics_of_steps_by_hand():

@@ -205,6 +205,7 @@ class Progress(Contract):
     percentage: float
     policy_version: int
     reward: float | None
+    """Mean of the responses that arrived since the step before, or of the last ones that did."""
     eval_score: float | None
     staleness_mean: float | None
     trainer_idle_percent: float | None

@@ -160,6 +160,7 @@ class Tracker:
     policy_version: int = 0
     eval_score: float | None = None
     last_row: StepRow | None = None
+    generated_reward: float | None = None
     trajectories: int = 0
     searchers: int = 0
     idle_seconds: float = 0.0
@@ -195,6 +196,8 @@ class Tracker:
     def stepped(self, row: StepRow) -> None:
         """Take over a finished step."""
         self.last_row = row
+        if row.generated_reward_mean is not None:
+            self.generated_reward = row.generated_reward_mean
         self.step = row.step
         waited = row.wait_data_seconds + row.wait_storage_seconds
         busy = max(row.span_seconds - waited, 0.0)
@@ -219,7 +222,8 @@ class Tracker:
             total_steps=self.total_steps,
             percentage=100.0 * self.step / self.total_steps,
             policy_version=self.policy_version,
-            reward=row.reward_mean if row else None,
+            # What searchers make now: a batch may hold replayed rows, chosen by their rewards.
+            reward=self.generated_reward,
             eval_score=self.eval_score,
             staleness_mean=sum(k * v for k, v in lags.items()) / sum(lags.values()) if lags else None,
             trainer_idle_percent=100.0 * self.idle_seconds / total if total else None,
