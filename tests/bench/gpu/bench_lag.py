@@ -4,6 +4,8 @@
     cell 4                     every batch four steps old
     cell 8:baselineShift=0.1,objective.beta=0.02      parameters of the objective, or any path
 
+Asynchronous runs of bench_count.py (arm 5) stand beside them: their lag is whatever it was.
+
 Cells run side by side on one card, which slows them and changes nothing of what is reported: steps, not seconds.
 
 PYTHONPATH=workloads:tests python tests/bench/gpu/bench_lag.py --start FOLDER --cells 0 4 4:baselineShift=0.1
@@ -27,6 +29,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bench.gpu.bench_count import REHEARSAL, cards_of, job_settings
+from bench.gpu.count_runs import read_runs as read_count_runs
 from bench.gpu.curves import THRESHOLDS, Point, eta, reach
 from bench.gpu.places import JOB, ROOT, tiny_start
 from bench.results import Row, machine, own_command, record, table, write
@@ -70,6 +73,7 @@ def main() -> None:
         "--set", action="append", default=[], dest="settings", metavar="PATH=VALUE", help="in all cells"
     )
     parser.add_argument("--runs", type=Path, default=RESULTS / "gpu_lag.jsonl")
+    parser.add_argument("--count-runs", type=Path, default=RESULTS / "gpu_count.jsonl", help="of bench_count.py")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU with a tiny model; writes nothing here")
     parser.add_argument("--table", action="store_true", help="only write the table")
     parser.add_argument("-o", "--output", type=Path, default=RESULTS / "gpu_lag.json")
@@ -86,7 +90,7 @@ def main() -> None:
             if options.start is None:
                 parser.error("name --start")
             run_all(options, Path(folder))
-        rows = judge(read_runs(options.runs))
+        rows = judge(read_runs(options.runs), asynchronous(options.count_runs))
         print(table(rows))
         write(rows, options.output)
 
@@ -161,10 +165,29 @@ def read_runs(path: Path) -> list[LagRun]:
     return [LagRun(**{**row, "held_out": [tuple(p) for p in row["held_out"]]}) for row in rows]
 
 
-def judge(runs: Sequence[LagRun]) -> list[Row]:
+def asynchronous(path: Path) -> list[LagRun]:
+    """Arm 5 of bench_count.py, a cell for each variant; its mean staleness is told."""
+    found = [run for run in read_count_runs(path) if run.arm == 5 and run.task == "count"]
+    cells = dict.fromkeys(run.variant for run in found)
+    lags = {v: statistics.mean(float(str(r.facts["mean staleness"])) for r in found if r.variant == v) for v in cells}
+    return [
+        LagRun(
+            cell=f"asynchronous, mean lag {lags[run.variant]:.1f} ({run.variant or 'as it is'})",
+            seed=run.seed,
+            rewards=[reward for _, reward in run.steps],
+            held_out=[(step, score) for step, _, score in run.held_out],
+            machine=run.machine,
+            date=run.date,
+            command=run.command,
+        )
+        for run in found
+    ]
+
+
+def judge(runs: Sequence[LagRun], others: Sequence[LagRun] = ()) -> list[Row]:
     """A cell's median steps to each threshold with eta, and its score at the last evaluation that all have."""
     cells: dict[str, list[LagRun]] = {}
-    for run in sorted(runs, key=lambda r: (int(r.cell.partition(":")[0]), r.cell, r.seed)):
+    for run in (*sorted(runs, key=lambda r: (int(r.cell.partition(":")[0]), r.cell, r.seed)), *others):
         cells.setdefault(run.cell, []).append(run)
     rows: list[Row] = []
     for cell, found in cells.items():
@@ -181,16 +204,35 @@ def _threshold(cell: str, runs: list[LagRun], plain: list[LagRun], threshold: fl
     if not steps:
         return []
     note = f"{len(steps)} of {len(runs)} reached it"
+    rows = [_row(runs, f"{cell}: steps to {threshold:g}", statistics.median(steps), "steps", steps, note)]
     theirs = [at[0] for run in plain if (at := reach(run.points, threshold))]
     if theirs and cell != "0":
-        note += f"; eta {eta(statistics.median(theirs), statistics.median(steps)):.2f}"
-    return [_row(runs, f"{cell}: steps to {threshold:g}", statistics.median(steps), "steps", steps, note)]
+        value = eta(statistics.median(theirs), statistics.median(steps))
+        rows.append(_row(runs, f"{cell}: eta at {threshold:g}", value, "steps/steps", None, "", target=">= 0.77"))
+    return rows
 
 
-def _row(runs: list[LagRun], metric: str, value: float, unit: str, values: list[float], note: str) -> Row:
+def _row(
+    runs: list[LagRun],
+    metric: str,
+    value: float,
+    unit: str,
+    values: list[float] | None,
+    note: str,
+    target: str | None = None,
+) -> Row:
     seeds = [run.seed for run in runs]
     made = record(
-        "science", "gpu_lag", metric, value, unit, runs=values, seeds=seeds, command=runs[-1].command, note=note
+        "science",
+        "gpu_lag",
+        metric,
+        value,
+        unit,
+        runs=values,
+        seeds=seeds,
+        command=runs[-1].command,
+        target=target,
+        note=note,
     )
     return replace(made, machine=runs[-1].machine, date=runs[-1].date)  # measured there and then
 

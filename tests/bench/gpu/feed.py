@@ -42,10 +42,26 @@ class Fed:
         """From the first request to the last response."""
         return self.tokens / self.seconds
 
-    @property
-    def stall(self) -> float:
-        """Share of the time that went into swaps."""
-        return sum(self.load_seconds) / self.seconds
+
+class Swaps:
+    """New weights every `seconds`, also across several feeds: one may be shorter than that."""
+
+    def __init__(self, make: Callable[[int], Snapshot], seconds: float) -> None:
+        self._make = make
+        self._seconds = seconds
+        self._count = 0
+        self._due = time.perf_counter() + seconds
+
+    def load_if_due(self, engine: Engine) -> float | None:
+        """Seconds that it took, or None if it is not time."""
+        now = time.perf_counter()
+        if now < self._due:
+            return None
+        self._count += 1
+        engine.load(self._make(self._count))
+        took = time.perf_counter() - now
+        self._due = now + self._seconds
+        return took
 
 
 def requests(
@@ -71,14 +87,12 @@ def drive(
     questions: Sequence[Question],
     samples: int,
     pool: RewardPool | None = None,
-    swap: Callable[[int], Snapshot] | None = None,
-    swap_seconds: float = 10.0,
+    swaps: Swaps | None = None,
 ) -> Fed:
-    """Until all of `wanted` are answered. `swap(n)` gives the weights of the n-th swap, one every `swap_seconds`."""
+    """Until all of `wanted` are answered."""
     fed = Fed()
     more = True
     started = time.perf_counter()
-    due = started + swap_seconds
     while more or engine.in_flight:
         while more and engine.in_flight < engine.capacity:
             request = next(wanted, None)
@@ -92,11 +106,8 @@ def drive(
             if pool is not None:
                 question = questions[response.id // samples]
                 pool.submit(RewardCall(question.text, text, question.answer))
-        now = time.perf_counter()
-        if swap is not None and now >= due and engine.in_flight:
-            engine.load(swap(len(fed.load_seconds) + 1))
-            fed.load_seconds.append(time.perf_counter() - now)
-            due = now + swap_seconds
+        if swaps is not None and engine.in_flight and (took := swaps.load_if_due(engine)) is not None:
+            fed.load_seconds.append(took)
     fed.seconds = time.perf_counter() - started
     return fed
 
