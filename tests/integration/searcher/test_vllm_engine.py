@@ -50,7 +50,7 @@ def engines():
 
     def get(name: object, **extra):
         if name not in made:
-            made[name] = make(**({"logprobsShare": 1.0} | extra))
+            made[name] = make(**({"logprobsShare": 1.0, "requestSeeds": True} | extra))
         return made[name]
 
     yield get
@@ -387,6 +387,13 @@ def test_prompts_enter_together_and_all_are_answered_as_if_they_had_not(assets, 
     made = engines("together", admittedAtOnce=ROWS)
     made.load(weights)
     assert {i: r.tokens for i, r in run(made, requests).items()} == expected
+
+
+def test_prompts_longer_than_a_step_takes_are_answered(assets, engines):
+    made = engines("short steps", requestSeeds=None, max_num_batched_tokens=MAX_LEN)
+    made.load(small_weights(assets[True], 1))
+    requests = [request(i, prompt=[1 + (i + j) % 9 for j in range(200)], max_tokens=8) for i in range(ROWS)]
+    assert all(r.error is None for r in run(made, requests).values())
 
 
 def test_abort_forgets_everything_and_the_engine_goes_on(loaded):

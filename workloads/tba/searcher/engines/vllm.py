@@ -64,14 +64,14 @@ class _Features:
     counts_versions: bool
     """Outputs say which weights made them (0.32)."""
     free_seeds: bool
-    """A request's seed costs nothing: the older model runner launches a kernel for every seeded row of every step."""
+    """A request's seed costs nothing. The older model runner launches a kernel for every seeded row of every step, and
+    on a CPU ends with an error when it splits the prompt of one between two steps."""
 
     @classmethod
     def of(cls, engine: Any) -> "_Features":
-        on_gpu = engine.vllm_config.device_config.device_type == "cuda"
         return cls(
             counts_versions=hasattr(engine, "set_weight_version"),
-            free_seeds=not on_gpu or bool(getattr(engine.vllm_config, "use_v2_model_runner", False)),
+            free_seeds=bool(getattr(engine.vllm_config, "use_v2_model_runner", False)),
         )
 
 
@@ -179,6 +179,7 @@ class VllmEngine:
             max_num_seqs=self._places,
             admitted_at_once=self._at_once,
             request_seeds=self._seeded,
+            async_scheduling=bool(settings.scheduler_config.async_scheduling),
         )
 
     def _pause(self) -> None:
