@@ -25,14 +25,19 @@ class Variant:
     """How long lists and answers get."""
 
     mean_more: float
-    """Words beyond `_FEWEST`: exponential with this mean."""
+    """Words beyond `_FEWEST`: exponential with this mean; 0: none."""
     most: int
     """Words of a list."""
     max_tokens: int
     """Limit of a response in the benchmark."""
 
 
-VARIANTS = {"count": Variant(6.0, 30, 256), "count-long": Variant(12.0, 80, 512)}
+VARIANTS = {
+    "count": Variant(6.0, 30, 256),
+    "count-long": Variant(12.0, 80, 512),
+    "count-short": Variant(0.0, _FEWEST, 64),
+}
+"""`count-short` has next to no tail: there a synchronous loop loses nothing by waiting for its last response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,8 @@ def make_item(task: str, stream: str, index: int) -> Item:
     """Item `index` of a stream. Raises: KeyError for an unknown task."""
     variant = VARIANTS[task]
     rng = random.Random(f"{task}/{stream}/{index}")  # a string seeds through SHA-512: the same on every machine
-    size = min(variant.most, _FEWEST + int(rng.expovariate(1 / variant.mean_more)))
+    more = int(rng.expovariate(1 / variant.mean_more)) if variant.mean_more else 0
+    size = min(variant.most, _FEWEST + more)
     pool = rng.sample(WORDS, _POOL)
     wanted, words = pool[0], [rng.choice(pool) for _ in range(size)]
     tally, lines = 0, []

@@ -5,7 +5,7 @@ The model is supervised for a minute on worked answers, so that it knows how to 
 something to choose from: SmolLM2-135M-Instruct then answers .30 of held-out questions right at temperature 1. Runs
 that are compared start from one such folder: the supervision is seeded but, on a GPU, not the same to the last bit.
 
-    build/train.jsonl  build/test.jsonl  build/start/   (--task count-long: build-long/)
+    build/train.jsonl  build/test.jsonl  build/start/   (--task count-long: build-long/, count-short: build-short/)
 """
 
 import argparse
@@ -42,7 +42,7 @@ def main() -> None:
     args = parser.parse_args()
     if (args.model is None) == (not args.tiny):
         parser.error("name --model, or --tiny")
-    output = args.output or Path(__file__).parent / ("build" if args.task == "count" else "build-long")
+    output = args.output or Path(__file__).parent / (args.task.replace("count", "build"))
     make(output, args)
 
 

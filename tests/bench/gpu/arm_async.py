@@ -1,4 +1,4 @@
-"""Arm 5: the real processes of `tba run`, each role on its own card, and their snapshots scored afterwards.
+"""Arms 5 to 7: the real processes of `tba run`, each on its own card, and their snapshots scored afterwards.
 
 start trainer (GPU 0) and searcher (GPU 1) ─► clock starts when the searcher has weights ─► SIGTERM ─► history
                                                    └─► score_snapshots (own process): every tenth version

@@ -2,11 +2,13 @@
 
     1 own synchronous loop, 1 GPU        2 the same on 2 GPUs, data-parallel
     3 TRL GRPO, 2 GPUs colocated         5 ours asynchronous, 1 searcher + 1 trainer
+    6 the same, and the trainer hosts another searcher       7 ours asynchronous, 3 searchers + 1 trainer (4 GPUs)
 
 PYTHONPATH=workloads:tests python tests/bench/gpu/bench_count.py --start examples/count/build --arms 5 1 --seeds 0 1 2
 PYTHONPATH=workloads:tests python tests/bench/gpu/bench_count.py --rehearse       (a minute, on a CPU)
 PYTHONPATH=workloads:tests python tests/bench/gpu/bench_count.py --table          (rows from the runs so far)
 
+Scaling: arm 7 with `--set searcher.replicas=1 --variant "1 searcher"`, then 2, then as it is.
 Arm 5 on one card (`--gpus 0`): both roles share it, each with its process; give the engine a cache of a fixed size with
 `--set searcher.engine.extraArgs.kv_cache_memory_bytes=…`, since vLLM counts what other processes hold as its own.
 
@@ -26,12 +28,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.count_runs import ARMS, CountRun, append_run, judge, read_runs
+from bench.gpu.count_runs import ARMS, ASYNCHRONOUS, CountRun, append_run, judge, read_runs
 from bench.gpu.places import JOB, ROOT, tiny_start
 from bench.results import machine, own_command, table, write
 
 RESULTS = ROOT / "docs" / "results"
-LIMITS = {"count": (256, 512), "count-long": (512, 768)}
+LIMITS = {"count": (256, 512), "count-long": (512, 768), "count-short": (64, 256)}
 """Response tokens, prompt and response tokens."""
 REHEARSAL = [
     "objective.promptsPerBatch=4",
@@ -118,7 +120,8 @@ def run_one(options: argparse.Namespace, arm: int, seed: int, folder: Path) -> C
     """One run. Raises: RuntimeError, CalledProcessError if a process of it fails."""
     settings = job_settings(options, arm, seed)
     gpus = options.gpus.split(",")
-    found = {1: run_sync, 2: run_sync, 3: run_trl, 5: run_async}[arm](options, arm, settings, gpus, folder)
+    runners = {1: run_sync, 2: run_sync, 3: run_trl} | dict.fromkeys(ASYNCHRONOUS, run_async)
+    found = runners[arm](options, arm, settings, gpus, folder)
     return CountRun(
         task=options.task,
         arm=arm,
@@ -148,7 +151,8 @@ def job_settings(options: argparse.Namespace, arm: int, seed: int) -> list[str]:
         f"objective.totalSteps={options.max_steps}",
         f"storage.checkpoints.everySteps={options.max_steps}",
         # Colocated arms share a card with the trainer.
-        f"searcher.engine.gpuMemoryUtilization={0.85 if arm == 5 else 0.3}",
+        f"searcher.engine.gpuMemoryUtilization={0.85 if arm in (5, 7) else 0.3}",
+        *({6: ["trainer.colocatedSearcher.enabled=true"], 7: ["searcher.replicas=3"]}.get(arm, [])),
         *options.settings,
     ]
 
@@ -208,7 +212,7 @@ def _await(children: list[subprocess.Popen[bytes]], result: Path) -> dict[str, A
 def run_async(
     options: argparse.Namespace, arm: int, settings: list[str], gpus: list[str], folder: Path
 ) -> dict[str, Any]:
-    """Arm 5."""
+    """Arms 5 to 7: the trainer on the first card, searchers on the others."""
     from bench.gpu import arm_async
 
     run_dir = (options.run_root or folder) / f"async-{time.monotonic_ns()}"

@@ -4,7 +4,7 @@
     cell 4                     every batch four steps old
     cell 8:baselineShift=0.1,objective.beta=0.02      parameters of the objective, or any path
 
-Asynchronous runs of bench_count.py (arm 5) stand beside them: their lag is whatever it was.
+Asynchronous runs of bench_count.py (arms 5 to 7) stand beside them: their lag is whatever it was.
 
 Cells run side by side on one card, which slows them and changes nothing of what is reported: steps, not seconds.
 
@@ -29,6 +29,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bench.gpu.bench_count import REHEARSAL, cards_of, job_settings
+from bench.gpu.count_runs import ASYNCHRONOUS
 from bench.gpu.count_runs import read_runs as read_count_runs
 from bench.gpu.curves import THRESHOLDS, Point, eta, reach
 from bench.gpu.places import JOB, ROOT, tiny_start
@@ -166,8 +167,8 @@ def read_runs(path: Path) -> list[LagRun]:
 
 
 def asynchronous(path: Path) -> list[LagRun]:
-    """Arm 5 of bench_count.py, a cell for each variant; its mean staleness is told."""
-    found = [run for run in read_count_runs(path) if run.arm == 5 and run.task == "count"]
+    """Arms 5 to 7 of bench_count.py, a cell for each variant; its mean staleness is told."""
+    found = [run for run in read_count_runs(path) if run.arm in ASYNCHRONOUS and run.task == "count"]
     cells = dict.fromkeys(run.variant for run in found)
     lags = {v: statistics.mean(float(str(r.facts["mean staleness"])) for r in found if r.variant == v) for v in cells}
     return [

@@ -17,7 +17,11 @@ ARMS = {
     2: "own synchronous loop, 2 GPUs data-parallel",
     3: "TRL GRPO, 2 GPUs colocated",
     5: "ours asynchronous, 1 searcher + 1 trainer",
+    6: "ours asynchronous, 1 searcher + 1 trainer that hosts another",
+    7: "ours asynchronous, 3 searchers + 1 trainer",
 }
+
+ASYNCHRONOUS = (5, 6, 7)
 
 
 @dataclass(slots=True)
@@ -87,8 +91,10 @@ def judge(runs: Sequence[CountRun]) -> list[Row]:
     for (task, arm, variant), found in groups.items():
         name = f"{task}, {ARMS[arm]}{f' ({variant})' if variant else ''}"
         peer = next((groups[task, a, ""] for a in (2, 1) if a != arm and (task, a, "") in groups), None)
+        ours = arm in ASYNCHRONOUS
         rows += _speed(name, found, peer, groups.get((task, 1, "")) if arm == 5 else None)
-        rows += _thresholds(name, found, peer if arm == 5 else None)
+        rows += _generated(name, found) if ours else []
+        rows += _thresholds(name, found, peer if ours else None)
     return rows
 
 
@@ -111,6 +117,15 @@ def _speed(name: str, runs: list[CountRun], peer: list[CountRun] | None, one_car
     facts = {k: v for k, v in runs[-1].facts.items() if isinstance(v, int | float | str | list)}
     note += "; " + ", ".join(f"{k} {_short(v)}" for k, v in facts.items()) if facts else ""
     return [_row(runs, f"{name}: steps/s", statistics.median(rates), "steps/s", rates, baseline, target, note)]
+
+
+def _generated(name: str, runs: list[CountRun]) -> list[Row]:
+    """Of all searchers: how it grows with their number is what scaling means."""
+    rates = [float(str(r.facts["response tokens/s"])) for r in runs if "response tokens/s" in r.facts]
+    if not rates:
+        return []
+    value, note = statistics.median(rates), _seeds(runs)
+    return [_row(runs, f"{name}: response tokens/s", value, "tokens/s", rates, None, None, note)]
 
 
 def _thresholds(name: str, runs: list[CountRun], peer: list[CountRun] | None) -> list[Row]:

@@ -48,7 +48,9 @@ def test_the_reward_accepts_the_worked_answer_and_no_other_number(name, index):
     assert reward(item.question, "no idea", item.answer) == 0.0
 
 
-@pytest.mark.parametrize(("name", "median", "ninety", "most"), [("count", 8, 17, 30), ("count-long", 12, 31, 80)])
+@pytest.mark.parametrize(
+    ("name", "median", "ninety", "most"), [("count", 8, 17, 30), ("count-long", 12, 31, 80), ("count-short", 4, 4, 4)]
+)
 def test_lists_are_mostly_short_and_sometimes_long(name, median, ninety, most):
     """About 4 tokens a line: answers of 37 tokens in the middle, 75 at the 90th percentile (bench.md §1)."""
     sizes = sorted(task.make_item(name, "train", i).worked.count("\n") for i in range(4000))
