@@ -1,6 +1,7 @@
 """Snapshots that hold an adapter alone: a reader gets the merged weights, or an error that says what is wrong."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tba.contracts.errors import CorruptObject
 from tba.contracts.keys import WeightsKey, new_nonce
 from tba.lora import merged
 from tba.snapshots import SnapshotFetcher, fetch_assets, fetch_manifest, fetch_snapshot
+from tba.snapshots.hostcache import HostCache
 from tba.snapshots.manifest import Link
 from tba.snapshots.publish import publish_adapter
 
@@ -115,3 +117,18 @@ def test_a_base_that_changed_in_memory_is_read_again(rig):
     fetcher(rig.store, rig.keys[0]).tensors["layer.2.weight"].zero_()
     assert rig.reads(fetcher, 1) == {0, 1}
     assert torch.equal(fetcher(rig.store, rig.keys[2]).tensors["layer.2.weight"], base()["layer.2.weight"])
+
+
+def test_the_base_stays_in_the_hosts_cache_however_many_adapters_follow(rig, tmp_path, monkeypatch):
+    """A searcher that joins late reads it from there; adapters make room for each other."""
+    monkeypatch.setattr("tba.snapshots.fetcher._SMALL_BYTES", 0)
+    reader = SnapshotFetcher(cache=HostCache(tmp_path))
+    reader(rig.store, rig.keys[0])
+    (of_base,) = tmp_path.glob("*.weights")
+    for version in range(1, 40):
+        if version > 2:
+            rig.keys.append(rig.put(version))
+        os.utime(of_base, (1e9, 1e9))  # years ago: the longest unused, and no run's any more
+        reader(rig.store, rig.keys[version])
+    kept = list(tmp_path.glob("*.weights"))
+    assert of_base in kept and len(kept) < 40

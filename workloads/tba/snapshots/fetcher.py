@@ -50,6 +50,8 @@ class SnapshotFetcher:
         self._served = True
         if self._cache is not None:  # room for an anchor, its deltas and the next anchor
             room = int(_CACHED_COPIES * sum(t.nbytes for t in snapshot.tensors.values())) + _SMALL_BYTES
+            if snapshot.manifest.encoding == "adapter" and self._held is not None:
+                self._cache.touch(store.uri, self._held.manifest.files)  # what a searcher that joins late needs first
             self._cache.prune(store.uri, room)
         if snapshot.manifest.encoding == "adapter":
             return snapshot  # the next one applies to the same base

@@ -13,7 +13,7 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -59,7 +59,7 @@ class HostCache:
         if not _HASH.fullmatch(entry.hash):  # it came from outside and would become a path
             fetch()
             return
-        path = self._directory / f"{_prefix(run)}{entry.hash}{_SUFFIX}"
+        path = self._path(run, entry)
         if _load(path, entry, target):
             return
         with self._locked(entry.hash) as locked:
@@ -68,6 +68,12 @@ class HostCache:
             fetch()
             if locked:
                 _save(path, target)
+
+    def touch(self, run: str, entries: Sequence[FileEntry]) -> None:
+        """These files are in use, though nobody reads them now."""
+        for entry in entries:
+            with suppress(OSError):
+                os.utime(self._path(run, entry))
 
     def prune(self, run: str, max_bytes: int) -> None:
         """Remove the run's files, the longest unused first, until the others take at most `max_bytes`.
@@ -88,6 +94,9 @@ class HostCache:
             with suppress(OSError):
                 path.unlink()
             total -= size
+
+    def _path(self, run: str, entry: FileEntry) -> Path:
+        return self._directory / f"{_prefix(run)}{entry.hash}{_SUFFIX}"
 
     def _remove_unused(self, suffix: str, seconds: float) -> None:
         for path in self._directory.glob(f"*{suffix}"):
