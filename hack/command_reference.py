@@ -8,6 +8,7 @@ from typing import Any, get_args
 import typer
 from generated import write_or_check
 
+import tba_operator
 from tba.cli import COMMANDS, app
 
 PATH = Path(__file__).parents[1] / "docs/reference/commands.md"
@@ -21,9 +22,9 @@ same. A run is named by its storage URI (`s3://...`, `file://...`), by the direc
 
 
 def commands() -> Iterator[tuple[str, Any]]:
-    """(name as typed, loaded command) of everything that can be invoked; plugins are not ours to describe."""
+    """(name as typed, loaded command) of everything that can be invoked; others' plugins are not ours to describe."""
     root: Any = typer.main.get_command(app)
-    for name in COMMANDS:
+    for name in (*COMMANDS, *tba_operator.COMMANDS):
         command = root.commands[name].load()
         inner = getattr(command, "commands", None)
         if inner is None:

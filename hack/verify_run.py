@@ -124,7 +124,9 @@ def _reward_difference(
     ]
     with RewardPool(record.config.task.reward, num_workers=1, code=code) as pool:
         results = pool.score(calls)
-    return max((abs((a.reward or 0.0) - (b.reward or 0.0)) for a, b in zip(results, scored, strict=True)), default=0.0)
+    # As the bucket keeps them: float32.
+    pairs = [(np.float32(a.reward or 0.0), np.float32(b.reward or 0.0)) for a, b in zip(results, scored, strict=True)]
+    return max((abs(float(a) - float(b)) for a, b in pairs), default=0.0)
 
 
 def main() -> int:
@@ -142,7 +144,14 @@ def main() -> int:
         f"{found.trajectories} trajectories, {found.tokens} tokens of {found.versions} versions: "
         f"max |delta log-prob| {found.max_logprob_difference:.3g}, max |delta reward| {found.max_reward_difference:.3g}"
     )
-    return int(found.max_logprob_difference > options.tolerance or found.max_reward_difference > 0)
+    problems = []
+    if found.max_logprob_difference > options.tolerance:
+        problems.append(f"log-probabilities differ by more than --tolerance {options.tolerance:g}")
+    if found.max_reward_difference > 0:
+        problems.append("rewards differ: is its code the run's, and does it always answer the same?")
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    return int(bool(problems))
 
 
 if __name__ == "__main__":

@@ -10,11 +10,13 @@ import pytest
 import torch
 from bench.gpu.weights import in_memory_snapshot, load, staged
 
-from tba.contracts.config import Engine, Model
+from tba.contracts.config import Engine, LoRA, Model
 from tba.contracts.keys import WeightsKey, new_nonce
+from tba.contracts.records import SnapshotManifest
+from tba.lora import attach, merged, scale_of
 from tba.models import build_model, load_weights
 from tba.searcher.engines import Request, build
-from tba.snapshots import SnapshotFetcher, publish_snapshot
+from tba.snapshots import Snapshot, SnapshotFetcher, publish_snapshot
 from tba.store import open_store
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]  # warnings are vLLM's
@@ -192,5 +194,56 @@ def test_a_sleep_that_frees_memory_keeps_what_is_in_flight(source, first, second
         assert any(len(r.spans) == 2 for r in done)
         ours, theirs = distances(second, ask(made, prompts(source, 24), together=True))
         assert ours <= 2 * theirs
+    finally:
+        made.close()
+
+
+LORA = LoRA(
+    rank=12,
+    alpha=18.0,
+    target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+)
+
+
+def with_adapter(base: Snapshot, version: int) -> tuple[Snapshot, Snapshot]:
+    """A random adapter beside its base as a searcher reads it, and the same merged in float32."""
+    model, _ = build_model(base.assets, dtype=torch.float32, device="cpu")
+    generator = torch.Generator().manual_seed(version)
+    shapes = {name: tensor.shape for name, tensor in attach(model, LORA).tensors().items()}
+    adapter = {name: 0.03 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    nonce = new_nonce()
+    manifest = SnapshotManifest(
+        epoch=1, version=version, nonce=nonce, files=[], tensors=[], encoding="adapter", base=base.key,
+        base_hash="0" * 32, depth=1, scale=scale_of(LORA),
+    )  # fmt: skip
+    beside = Snapshot(WeightsKey(version, 1, nonce).path, manifest, base.tensors, base.assets, adapter)
+    exact = {name: tensor.float() for name, tensor in base.tensors.items()}
+    return beside, Snapshot(beside.key, manifest, merged(exact, adapter, scale=scale_of(LORA)), base.assets)
+
+
+def test_adapters_beside_their_base_are_swapped_in_flight_and_answer_as_merged_in_float32(source, first):
+    settings = Engine(type="vllm", max_num_seqs=32, gpu_memory_utilization=0.2, extra_args={"logprobsShare": 1.0})
+    model = Model(uri="file:///m", dtype="bfloat16", max_model_len=MAX_MODEL_LEN, lora=LORA)
+    made = build(settings, model=model)
+    try:
+        made.load(first)
+        assert made.takes_adapters
+        ours, theirs = distances(first, ask(made, prompts(source, 24), together=True))
+        assert ours <= 2 * theirs, "version 0 is the base"
+        for number, tokens in enumerate(prompts(source, 32)):
+            made.submit(Request(number, tokens, MAX_TOKENS, 1.0, False, 13 + number))
+        done = [r for _ in range(20) for r in made.step()]
+        for version in (1, 2):
+            beside, whole = with_adapter(first, version)
+            began = time.perf_counter()
+            made.load(beside)
+            print(f"swap {time.perf_counter() - began:.3f} s")
+            while made.in_flight:
+                done += made.step()
+            ours, theirs = distances(whole, answered := ask(made, prompts(source, 24), together=True))
+            old, _ = distances(first, answered)
+            print(f"adapter {version}: {ours:.4f}, bound {2 * theirs:.4f}; without it: {old:.4f}")
+            assert ours <= 2 * theirs < old
+        assert all(r.error is None for r in done) and any(len(r.spans) == 2 for r in done)
     finally:
         made.close()

@@ -1,10 +1,14 @@
 """The bucket's `run.json`: one way to read it, one answer to a run of another release."""
 
+import json
+from typing import Any
+
 from pydantic import ValidationError
 
 from tba.contracts.errors import UserError
 from tba.contracts.keys import RUN
 from tba.contracts.records import RunRecord
+from tba.contracts.runfile import RunFile
 from tba.store.protocol import NotFound, ObjectStore
 
 
@@ -31,3 +35,29 @@ def find_run_record(store: ObjectStore) -> RunRecord | None:
             f"run.json at {store.uri} is not of this version: {place}: {first['msg']}. "
             "Use the release that began the run, or another storage prefix"
         ) from error
+
+
+def refuse_foreign(record: RunRecord, run: RunFile, *, adopt: bool) -> None:
+    """Raises: UserError if the record is of another job (unless `adopt`), or `run` changes what may not change."""
+    if record.owner != run.owner and not adopt:
+        raise UserError(
+            f"this storage prefix holds a run of job {record.owner}, this is {run.owner}: "
+            "use another storage.uri, or set storage.adopt: true to take the run over"
+        )
+    changed = _differences(record.config.identity(), run.config.identity())
+    if changed:
+        raise UserError(
+            "these fields may not change during a run: " + "; ".join(changed) + ". "
+            "Undo the change, use another storage.uri, or delete the run with `tba storage delete`"
+        )
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any], path: str = "") -> list[str]:
+    found: list[str] = []
+    for name in sorted(old.keys() | new.keys()):
+        a, b = old.get(name), new.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += _differences(a, b, f"{path}{name}.")
+        elif a != b:
+            found.append(f"{path}{name} was {json.dumps(a)}, is now {json.dumps(b)}")
+    return found

@@ -70,6 +70,14 @@ def test_report_is_one_file_with_every_figure(uri, tmp_path, capsys):
     assert "no data yet" not in page
 
 
+@pytest.mark.parametrize("name", ["", "file/report.html", "/proc/report.html"])
+def test_a_report_that_cannot_be_written_is_refused_without_a_traceback(uri, tmp_path, capsys, name):
+    (tmp_path / "file").touch()
+    code, _, err = run(capsys, "report", uri, "-o", str(tmp_path / name))
+    assert code == 64
+    assert err.startswith(f"error: --output {tmp_path / name} cannot be written (") and err.count("\n") == 1
+
+
 def test_timelines_of_a_directory_without_any_are_refused_with_what_makes_some(tmp_path, capsys):
     code, _, err = run(capsys, "trace", str(tmp_path))
     assert code == 64 and "holds no *.trace.json: run with `tba run --trace" in err
@@ -85,12 +93,19 @@ def test_inspect_shows_a_damaged_shard_with_its_problem(uri, capsys):
 
 def test_inspect_lists_checkpoints_and_what_was_ingested(uri, capsys):
     (row,) = json.loads(run(capsys, "inspect", "checkpoint", uri, "--json")[1])
-    assert (row["step"], row["shards ingested"], row["pinned"], row["eval"]) == (50, 9, False, 0.5)
+    assert (row["step"], row["shardsIngested"], row["pinned"], row["eval"]) == (50, 9, False, 0.5)
+    assert row["minutesTrained"] == 2.0
     assert json.loads(run(capsys, "inspect", "snapshots", uri, "--json")[1]) == []
     code, out, _ = run(capsys, "inspect", "buffer", uri)
     assert code == 0
     assert "12500 ingested" in out.replace(",", "")
     assert "[0,9)" in out
+
+
+def test_the_buffer_as_json_has_its_rows_bytes_and_failures(uri, capsys):
+    found = json.loads(run(capsys, "inspect", "buffer", uri, "--json")[1])
+    assert (found["step"], found["ingestedRows"], found["ingested"][0]["shards"]) == (120, 12500, 9)
+    assert min(found["bufferRows"], found["bufferBytes"]) > 0 and found["failedRows"] >= 0
 
 
 def test_a_pin_is_shown_and_can_be_taken_away(uri, capsys):

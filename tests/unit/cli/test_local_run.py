@@ -17,6 +17,7 @@ from support.synthetic_run import latest
 from tba.cli.local_plan import plan
 from tba.cli.local_run import LocalRun, _stop_signals
 from tba.cli.view import plain
+from tba.contracts.errors import UserError
 from tba.contracts.runfile import read_live_config, read_run_file
 from tba.report.history import History
 from tba.report.summary import summarise
@@ -32,10 +33,13 @@ if role == "searcher":
         time.sleep(0.05)
 from support.synthetic_run import latest, log_object, run_record, whole_run
 from tba.contracts import keys
+from tba.contracts.runfile import read_run_file
 from tba.store import open_store
+from pathlib import Path
 store = open_store(args["--storage"])
 if not list(store.list_after(keys.METRICS)):
-    store.put_once(keys.RUN, run_record().to_json())
+    run = read_run_file(Path(args["--config"]))
+    store.put_once(keys.RUN, run_record().model_copy(update={{"owner": run.owner, "config": run.config}}).to_json())
     store.put_once(*log_object(1, 0, whole_run(120)))
     store.cas(keys.LATEST, latest(state=STATE).to_json(), None)
 print(LAST_WORDS, file=sys.stderr)
@@ -99,6 +103,34 @@ def test_a_second_call_says_that_it_resumes(job_file, capfd):
     assert "resumes: the store holds this run at step 120 (Running)" in capfd.readouterr().out
 
 
+def test_another_jobs_run_is_refused_before_anything_is_started(job_file, capfd):
+    LocalRun(planned(job_file, code=64, state="Running")).run()
+    capfd.readouterr()
+    other = yaml.safe_load(job_file.read_text())
+    other["metadata"]["name"] = "other"
+    job_file.write_text(yaml.safe_dump(other))
+    with pytest.raises(UserError, match=r"holds a run of job default/gsm8k, this is default/other"):
+        LocalRun(planned(job_file)).run()
+    assert "started, pid" not in capfd.readouterr().err
+
+
+def test_a_directory_whose_run_is_stored_elsewhere_is_refused_and_keeps_its_record(job_file):
+    LocalRun(planned(job_file, code=64, state="Running")).run()
+    record = job_file.parent / "run" / "storage.json"
+    before = record.read_bytes()
+    made = plan(
+        job_file,
+        overrides=[],
+        searchers=2,
+        storage=f"file://{job_file.parent / 'elsewhere'}",
+        run_dir=job_file.parent / "run",
+        can_run_vllm=lambda: False,
+    )
+    with pytest.raises(UserError, match=r"holds a run that is stored at file://.*/run/store, got file://.*/elsewhere"):
+        LocalRun(made).run()
+    assert record.read_bytes() == before
+
+
 def test_a_run_that_cannot_be_read_says_so_in_its_line_and_a_silent_trainer_is_starting(job_file):
     run, history = LocalRun(planned(job_file)), History(latest=latest(step=7))
     feed = SimpleNamespace(progress=None, problem="KeyError: 'x'")
@@ -135,7 +167,7 @@ def test_a_signal_stops_cleanly_and_says_how_to_resume(job_file, signum, code):
         lines = []
         for line in process.stdout:
             lines.append(line)
-            if "step 120/120" in line and process.poll() is None and signum:
+            if "step 120/700" in line and process.poll() is None and signum:
                 process.send_signal(signum)
                 signum = None
         assert process.wait(30) == code

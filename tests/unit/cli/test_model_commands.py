@@ -137,6 +137,12 @@ def test_an_export_never_mixes_with_what_is_there(run_uri, tmp_path, capsys):
         assert run(capsys, "export", run_uri, "-o", str(tmp_path / taken))[0] == 64
 
 
+def test_an_export_to_where_nothing_can_be_made_is_refused_without_a_traceback(run_uri, capsys):
+    code, _, err = run(capsys, "export", run_uri, "-o", "/proc/x")
+    assert (code, err.count("\n")) == (64, 1)
+    assert err.startswith("error: --output /proc/x cannot be written (no such file or directory): name a path")
+
+
 def test_inspect_lists_both_snapshots_newest_first(run_uri, capsys):
     rows = json.loads(run(capsys, "inspect", "snapshots", run_uri, "--json")[1])
     assert [r["version"] for r in rows] == [2, 0]
@@ -185,6 +191,19 @@ def test_prompts_with_columns_of_other_names_are_read_once_the_command_line_name
     code, out, err = run(capsys, *common, "--prompt-field", "problem", "--answer-field", "gold", "--json")
     assert code == 0, err
     assert json.loads(out)["failed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "lacking"),
+    [
+        ([], "pass --prompts FILE and --reward NAME\n"),
+        (["--prompts", "test.jsonl"], "pass --reward NAME\n"),
+        (["--reward", "arithmetic"], "pass --prompts FILE\n"),
+    ],
+)
+def test_of_a_model_directory_only_what_is_lacking_is_asked_for(run_uri, tmp_path, capsys, given, lacking):
+    code, _, err = run(capsys, "eval", str(tmp_path / "base"), *given)
+    assert code == 64 and err.endswith(lacking)
 
 
 def test_columns_without_a_file_of_prompts_are_refused(run_uri, capsys):

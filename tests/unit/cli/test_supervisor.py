@@ -177,15 +177,17 @@ def test_a_process_that_does_not_end_within_its_grace_is_killed(start):
     assert run.supervisor.pids
     run.clock.now = 5.0
     assert run.until_end(advance=0.0) == 143
-    assert any("killed" in line for line in run.news)
+    assert run.news[-1] == "trainer killed: did not end within its grace"
 
 
-def test_a_second_stop_kills_at_once(start):
+@pytest.mark.parametrize(("code", "who"), [(130, "Ctrl-C"), (143, "SIGTERM")])
+def test_a_second_stop_kills_at_once_and_says_what_did(start, code, who):
     run = start(DEAF, grace=1000.0)
     run.until(lambda _: "ready" in run.log("trainer"))
     run.supervisor.request_stop(130)
-    run.supervisor.request_stop(130)
+    run.supervisor.request_stop(code)
     assert run.until_end(advance=0.0) == 130
+    assert run.news[-1] == f"trainer killed: {who} while it was stopping"
 
 
 def test_a_stopped_process_still_obeys(start):

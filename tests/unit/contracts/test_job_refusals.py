@@ -44,6 +44,7 @@ def test_the_smallest_job_is_valid_and_has_the_documented_defaults():
             "vlm",
             "spec.searcher.engine.type: must be vllm, transformers or fake, got 'vlm'",
         ),
+        ("kind", "Job", "kind: must be TBAJob, got 'Job'; write TBAJob"),
         ("spec.trainer.nodes", 2, "nodes must be 1 in this release, got 2: the trainer runs in one pod"),
         (
             "spec.trainer",

@@ -127,8 +127,9 @@ def test_any_text_survives(tmp_path_factory, pairs):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (lines([{"prompt": "q", "text": "a"}]), "prompt 1 .* no column 'question'; its columns are: prompt, text. Set"),
-        (lines([ROWS[0], {"question": "q"}]), "prompt 2 .* no column 'answer'; .* or set it to null"),
+        (lines([{"prompt": "q", "text": "a"}]), "line 1 .* no column 'question'; its columns are: prompt, text. Set"),
+        (lines([ROWS[0], {"question": "q"}]), "line 2 .* no column 'answer'; .* or set it to null"),
+        (b"\n\n" + lines([{"question": 7}]), "line 3 of file://a.jsonl"),
         (lines([{"question": 7, "answer": "a"}]), "neither text nor a list of messages"),
         (lines([{"question": [], "answer": "a"}]), "neither text nor a list of messages"),
         (lines([{"question": [{"role": "user"}], "answer": "a"}]), "neither text nor a list of messages"),
@@ -142,6 +143,20 @@ def test_any_text_survives(tmp_path_factory, pairs):
 def test_a_bad_row_is_named(tmp_path, data, message):
     with pytest.raises(UserError, match=message):
         read(tmp_path, "a.jsonl", data)
+
+
+def test_a_bad_row_of_a_parquet_file_is_named_by_its_number(tmp_path):
+    rows = [*ROWS * 500, {"question": "q", "answer": "a"}, {"question": None, "answer": "a"}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="row 1502 of file://a.parquet is neither text"):
+        read(tmp_path, "a.parquet", (tmp_path / "a.parquet").read_bytes())
+
+
+def test_only_of_a_relative_path_is_told_where_it_starts(tmp_path):
+    with pytest.raises(UserError, match="a relative path starts at the folder of the job file"):
+        read_prompts(Prompts(uri="file://missing.jsonl"), base_dir=tmp_path)
+    with pytest.raises(UserError, match=f"no file {tmp_path}/missing.jsonl: check the path"):
+        read_prompts(Prompts(uri=f"file://{tmp_path}/missing.jsonl"), base_dir=tmp_path)
 
 
 def test_a_file_that_is_not_parquet_is_named(tmp_path):

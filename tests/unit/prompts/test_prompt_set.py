@@ -143,7 +143,7 @@ def test_prompts_that_cannot_be_used_are_refused_with_a_remedy(build, question, 
 
 
 def test_an_empty_source_is_refused(build):
-    with pytest.raises(UserError, match="no usable prompt"):
+    with pytest.raises(UserError, match="has no rows: write prompts into it"):
         build([], byte_tokenizer())
 
 

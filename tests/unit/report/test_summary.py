@@ -18,14 +18,14 @@ def test_nothing_yet_is_absent_and_all_numbers_are_unknown():
 
 def test_numbers_by_hand():
     rows = [
-        step_row(s, wall_seconds=10.0 * s, reward_mean=float(s),
+        step_row(s, wall_seconds=10.0 * s, reward_mean=float(s), generated_reward_mean=None if s % 2 else 2.0 * s,
                  phase_seconds={"wait_data": 2.0, "wait_storage": 0.5, "forward_backward": 6.0, "other": 1.5},
                  model_flops=2e13, peak_flops=1e13,
                  staleness={0: 3, 4: 1}, generated_tokens=500 * s, trained_tokens=1000 * s, replay_slots=1, slots=7)
         for s in range(1, 5)
     ]  # fmt: skip
     summary = summarise(history(rows), START + 20)
-    assert summary.reward == 2.5
+    assert (summary.reward, summary.trained_reward) == (6.0, 2.5)
     assert summary.staleness_mean == 1.0
     assert summary.staleness_max == 4
     assert summary.trainer_idle_percent == pytest.approx(25.0)
@@ -38,7 +38,7 @@ def test_numbers_by_hand():
 
 
 def test_means_are_of_the_last_twenty_steps():
-    rows = [step_row(s, reward_mean=0.0 if s <= 30 else 1.0) for s in range(1, 51)]
+    rows = [step_row(s, generated_reward_mean=None, reward_mean=0.0 if s <= 30 else 1.0) for s in range(1, 51)]
     assert summarise(history(rows), START).reward == 1.0
 
 

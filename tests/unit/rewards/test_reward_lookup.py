@@ -53,8 +53,9 @@ def test_a_file_is_run_from_its_text_even_if_it_has_changed_on_disk(user_code):
     ("code", "target", "message"),
     [
         ("", "absent_module_x:score", "there is no module 'absent_module_x'"),
-        ("", "broken_a:score", "'score' of .*broken_a.py cannot be called: got NoneType"),
-        ("score = 3", "broken_b:score", "got int"),
+        ("", "broken_a:score", "broken_a.py has no function 'score'. Define `def score"),
+        ("def score(p, r, a): ...", "broken_e:scorex", "broken_e.py has no function 'scorex'. Did you mean 'score'?"),
+        ("score = 3", "broken_b:score", "'score' of .*broken_b.py cannot be called: got int"),
         ("def score(prompt): ...", "broken_c:score", "too many positional"),
         ("def score(p, r, a, *, weight): ...", "broken_d:score", "'weight'"),
     ],

@@ -67,6 +67,11 @@ def test_extra_args_win_over_our_choices():
     ("extra", "message"),
     [
         ({"model": "x"}, "has a field of its own: set model.uri"),
+        ({"enable_lora": True}, "set model.lora"),
+        ({"max_lora_rank": 16}, "set model.lora.rank"),
+        ({"lora_target_modules": ["q_proj"]}, "set model.lora.targetModules"),
+        ({"max_loras": 2}, "the one adapter there is comes from model.lora"),
+        ({"mergeAdapter": "yes"}, "mergeAdapter must be true or false, got 'yes'"),
         ({"max_num_seqs": 1}, "set searcher.engine.maxNumSeqs"),
         ({"quantization": "fp8"}, "whole distribution of the published weights"),
         ({"generation_config": "auto"}, "is refused"),
@@ -88,10 +93,10 @@ def test_arguments_that_are_unknown_or_not_theirs_to_set_are_refused(extra, mess
 
 
 def test_our_own_arguments_do_not_reach_vllm():
-    made = options(logprobsShare=1, requestSeeds=False)
-    assert (made.logprobs_share, made.request_seeds) == (1.0, False)
-    assert not {"logprobsShare", "requestSeeds"} & made.engine_args.keys()
-    assert options().request_seeds is None and options().logprobs_share == 0.0
+    made = options(logprobsShare=1, requestSeeds=False, mergeAdapter=True)
+    assert (made.logprobs_share, made.request_seeds, made.merge_adapter) == (1.0, False, True)
+    assert not {"logprobsShare", "requestSeeds", "mergeAdapter"} & made.engine_args.keys()
+    assert options().request_seeds is None and options().logprobs_share == 0.0 and not options().merge_adapter
 
 
 def test_only_a_cpu_wants_its_threads_tamed():

@@ -69,6 +69,38 @@ def test_a_reader_gets_the_base_with_the_adapter_merged_in(rig):
         assert snapshot.assets == fetch_assets(rig.store, rig.keys[2]) == ASSETS
 
 
+def test_a_reader_that_does_not_merge_gets_the_adapter_beside_one_base(rig):
+    fetcher = SnapshotFetcher(merge=lambda: False)
+    late, again = fetcher(rig.store, rig.keys[2]), fetcher(rig.store, rig.keys[1])
+    for snapshot, version in ((late, 2), (again, 1)):
+        assert snapshot.adapter is not None and snapshot.key == rig.keys[version]
+        assert (snapshot.manifest.base, snapshot.manifest.scale) == (rig.keys[0], 0.5)
+        assert all(torch.equal(snapshot.adapter[n], t) for n, t in adapter(version).items())
+        assert all(torch.equal(snapshot.tensors[n], t) for n, t in base().items())
+        wanted = merged(base(), adapter(version), scale=0.5)
+        assert all(torch.equal(snapshot.merged().tensors[n], t) for n, t in wanted.items())
+    assert all(late.tensors[n] is again.tensors[n] for n in late.tensors), "the base is in memory once"
+    version0 = fetcher(rig.store, rig.keys[0])
+    assert version0.adapter is None and version0.merged() is version0
+
+
+def test_whether_to_merge_may_change_from_one_snapshot_to_the_next(rig):
+    merges = [False]
+    fetcher = SnapshotFetcher(merge=lambda: merges[0])
+    beside = fetcher(rig.store, rig.keys[1])
+    merges[0] = True
+    assert beside.adapter is not None and fetcher(rig.store, rig.keys[2]).adapter is None
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_changed_bytes_of_an_adapter_are_noticed_merged_or_not(rig, merge):
+    key = f"{WeightsKey.parse(rig.keys[1]).prefix}adapter-00000.safetensors"
+    data = rig.store.objects[key].data
+    rig.store.objects[key].data = data[:-1] + bytes([data[-1] ^ 1])
+    with pytest.raises(CorruptObject, match="the bytes were changed"):
+        SnapshotFetcher(merge=lambda: merge)(rig.store, rig.keys[1])
+
+
 @pytest.mark.parametrize("remember", [True, False])
 def test_the_base_is_read_once(rig, remember):
     fetcher = SnapshotFetcher(remember=lambda: remember)

@@ -165,6 +165,15 @@ def test_parent_is_taken_if_the_newest_is_damaged(file, harm):
     assert torch.equal(saved.tensors["master"]["w"], torch.full((3,), 1.0))
 
 
+def test_a_checkpoint_that_is_gone_is_refused_in_words():
+    store = MemoryStore()
+    (key,) = chain(store, 1)
+    victim = CheckpointKey.parse(key).prefix + "facts.json"
+    del store.objects[victim]
+    with pytest.raises(CorruptObject, match=f"{key}: {victim} is missing"):
+        restore_newest(store, key)
+
+
 def test_parents_are_followed_as_far_as_needed_and_never_by_a_listing():
     store = MemoryStore()
     keys = chain(store, 4)

@@ -125,7 +125,9 @@ def of_run(store: ObjectStore, version: int | None, choice: Choice) -> Result:
 def of_directory(folder: Path, choice: Choice) -> Result:
     """Evaluate a model directory. Raises: UserError."""
     if choice.prompts is None or choice.reward is None:
-        raise UserError("a model directory says nothing of its task: pass --prompts FILE and --reward NAME")
+        given = {"--prompts FILE": choice.prompts, "--reward NAME": choice.reward}
+        lacking = " and ".join(option for option, value in given.items() if value is None)
+        raise UserError(f"a model directory says nothing of its task: pass {lacking}")
     model = Model(
         uri=f"file://{folder.resolve()}", dtype=choice.dtype or ("bfloat16" if _device() == "cuda" else "float32")
     )

@@ -1,5 +1,6 @@
 """`tba inspect`: what is in the bucket, as tables or JSON."""
 
+import json
 from itertools import islice
 from typing import Annotated, Any
 
@@ -13,6 +14,12 @@ app = typer.Typer(
 
 AsJson = Annotated[bool, typer.Option("--json", help="A JSON list.")]
 Limit = Annotated[int, typer.Option(min=1, help="At most so many, the newest.")]
+
+_BUFFER_TOTALS = {
+    "step", "buffer_rows", "buffer_bytes", "ingested_rows", "duplicate_rows", "failed_rows", "replay_ratio",
+    "mop_recycles",
+}  # fmt: skip
+"""What the last step says of the buffer; absent before the first."""
 
 
 @app.command()
@@ -29,7 +36,12 @@ def shards(
 
 
 @app.command()
-def buffer(run: Target, as_json: AsJson = False, endpoint: Endpoint = None, region: Region = None) -> None:
+def buffer(
+    run: Target,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    endpoint: Endpoint = None,
+    region: Region = None,
+) -> None:
     """Show the replay buffer as of the last step, and what was ingested of each incarnation."""
     from tba.cli.chain import checkpoints
     from tba.cli.table import show
@@ -37,8 +49,8 @@ def buffer(run: Target, as_json: AsJson = False, endpoint: Endpoint = None, regi
 
     store = open_target(run, endpoint=endpoint, region=region)
     history = read_history(store)
-    if history.steps and not as_json:
-        last = history.steps[-1]
+    last = history.steps[-1] if history.steps else None
+    if last and not as_json:
         typer.echo(
             f"step {last.step}: {last.buffer_rows} distinct rows in {last.buffer_bytes / 1e6:.1f} MB; "
             f"{last.ingested_rows} ingested, {last.duplicate_rows} duplicates, {last.failed_rows} without a reward; "
@@ -56,7 +68,11 @@ def buffer(run: Target, as_json: AsJson = False, endpoint: Endpoint = None, regi
         }
         for incarnation, spans in sorted(intervals.items())
     ]
-    show(rows, as_json=as_json, title="ingested as of the newest checkpoint")
+    if as_json:
+        totals = last.model_dump(by_alias=True, include=_BUFFER_TOTALS) if last else {}
+        typer.echo(json.dumps(totals | {"ingested": rows}))
+        return
+    show(rows, as_json=False, title="ingested as of the newest checkpoint")
 
 
 @app.command()

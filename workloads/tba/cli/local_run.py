@@ -27,9 +27,10 @@ from tba.cli.supervisor import Supervisor
 from tba.cli.target import STORAGE_FILE, StorageTarget, open_address
 from tba.cli.view import closing, merge
 from tba.contracts.errors import UserError
-from tba.contracts.runfile import write_config
+from tba.contracts.runfile import read_run_file, write_config
 from tba.report.history import History
 from tba.report.summary import Summary, summarise
+from tba.run_record import refuse_foreign
 
 _TICK_SECONDS = 0.2
 _ENDED = ("Complete", "Failed")
@@ -48,14 +49,25 @@ class LocalRun:
     def run(self) -> int:
         """Until the run ends or is stopped; the exit code of interface.md §2."""
         directory = self._plan.directory
-        with lock_directory(directory), self._fresh(), self._storage() as (target, environment):
+        with lock_directory(directory), self._fresh(), self._same_store(), self._storage() as (target, environment):
             os.environ.update(environment)
             write_config(self._plan.config_directory, self._plan.job, base_dir=str(self._plan.job_file.parent))
-            (directory / STORAGE_FILE).write_bytes(target.to_json())
             self._say(self._plan.describe())
             with Feed(open_address(target), progress_port=free_port()) as feed:
+                self._refuse_other_runs(feed)
+                (directory / STORAGE_FILE).write_bytes(target.to_json())
                 code = self._supervise(feed, environment)
                 return self._close(code, feed.refresh_now())
+
+    def _refuse_other_runs(self, feed: Feed) -> None:
+        """Before anything is started: a searcher of ours would add rows to a run that is not."""
+        found = feed.refresh_now().run
+        if found is not None:
+            refuse_foreign(
+                found,
+                read_run_file(self._plan.config_directory),
+                adopt=self._plan.job.spec.storage.adopt,
+            )
 
     def _supervise(self, feed: Feed, environment: dict[str, str]) -> int:
         trainer, searchers = self._plan.programs(port=feed.progress_port, environment=environment)
@@ -142,6 +154,21 @@ class LocalRun:
                 shutil.rmtree(self._plan.directory / name, ignore_errors=True)
             for name in ("report.html", STORAGE_FILE, "processes.json"):
                 (self._plan.directory / name).unlink(missing_ok=True)
+        yield
+
+    @contextmanager
+    def _same_store(self) -> Iterator[None]:
+        """A directory stands for one run, wherever that is stored."""
+        directory = self._plan.directory
+        record = directory / STORAGE_FILE
+        if record.is_file():
+            before = StorageTarget.model_validate_json(record.read_bytes())
+            if (before.uri, before.credentials_file is not None) != (self._plan.storage.uri, self._plan.embedded):
+                embedded = " (--storage embedded)" if before.credentials_file else ""
+                raise UserError(
+                    f"{directory} holds a run that is stored at {before.uri}{embedded}, got {self._plan.storage.uri}: "
+                    "pass --storage as then to go on with it, --run-dir for another run, or --fresh to delete it"
+                )
         yield
 
     @contextmanager

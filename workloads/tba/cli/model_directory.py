@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tba.cli.chain import find_assets, find_weights
+from tba.cli.output import writing_to
 from tba.contracts.config import Model
 from tba.contracts.errors import CorruptObject, UserError
 from tba.contracts.keys import CHECKPOINTS, MASTER, CheckpointKey, new_nonce
@@ -46,8 +47,9 @@ def newest_assets(store: ObjectStore) -> dict[str, bytes]:
 
 
 def write_directory(tensors: Mapping[str, Tensor], assets: Mapping[str, bytes], folder: Path) -> None:
-    """Write what `from_pretrained` reads. Weights come last: a directory that has them is whole."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write what `from_pretrained` reads. Weights come last: a directory that has them is whole. Raises: UserError."""
+    with writing_to(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     write_assets(assets, folder)
     partial = folder / f".{WEIGHTS_FILE}.partial"
     # transformers refuses a file that does not say which framework wrote it.
@@ -58,7 +60,8 @@ def write_directory(tensors: Mapping[str, Tensor], assets: Mapping[str, bytes], 
 def export_adapter(store: ObjectStore, version: int | None, folder: Path) -> int:
     """Write the adapter of a step, float32, as PEFT reads it; returns its step.
 
-    Raises: UserError if the run has none, or that step is version 0; CorruptObject, StoreUnavailable.
+    Raises: UserError if the run has none, that step is version 0 or `folder` cannot be made; CorruptObject,
+    StoreUnavailable.
     """
     record = read_run_record(store)
     model, forked = record.config.model, record.config.fork_from is not None
@@ -78,7 +81,8 @@ def export_adapter(store: ObjectStore, version: int | None, folder: Path) -> int
         step, tensors = link.manifest.version, fetch_adapter(store, link)
     # The base of a fork is its version 0: `model.uri` would load, and be another model.
     named, settings = peft_files(tensors, model.lora, uri=None if forked else model.uri, revision=record.model_revision)
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing_to(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2))
     partial = folder / f".{ADAPTER_FILE}.partial"
     save_file(named, partial, metadata={"format": "pt"})

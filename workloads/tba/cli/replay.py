@@ -24,6 +24,7 @@ def command(
 
     On a CPU the weights are equal bit for bit, unless live settings changed during the run. Exit code 1 if they differ.
     """
+    import numpy as np
     import torch
 
     from tba.cli.model_directory import newest_assets, write_directory
@@ -35,7 +36,8 @@ def command(
 
     def tell(learner: Learner, result: StepResult) -> None:
         if learner.step % 10 == 0:
-            typer.echo(f"step {learner.step}: loss {result.loss:.6g}, reward {result.rewards.mean():.4g}", err=True)
+            reward = np.average(result.rewards, weights=result.plan.weights)
+            typer.echo(f"step {learner.step}: loss {result.loss:.6g}, reward {reward:.4g}", err=True)
 
     learner = replay(store, steps=steps, on_step=tell)
     if output is not None:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from tba.cli.output import writing_to
 from tba.cli.target import Endpoint, Region, Target, open_target
 
 
@@ -18,6 +19,7 @@ def command(
     from tba.report.page import build_report
 
     page = build_report(open_target(run, endpoint=endpoint, region=region))
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(page, encoding="utf-8")
+    with writing_to(output):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(page, encoding="utf-8")
     typer.echo(f"wrote {output}")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tba.cli.exit import CRASH, MARK, TERMINATED
+from tba.cli.exit import CRASH, INTERRUPTED, MARK, TERMINATED
 from tba.contracts.errors import Fenced, StoreUnavailable, UserError
 from tba.parent import die_with_parent
 
@@ -91,6 +91,7 @@ class Supervisor:
         self._fruitless = 0
         self._newest: str | None = None
         self._code: int | None = None  # decided; what is left is to stop the others
+        self._hurried_by: str | None = None  # what asked for the end while it was under way
         self.message: str | None = None
         """Why the run failed, in the words of the process that knows."""
 
@@ -114,6 +115,7 @@ class Supervisor:
     def request_stop(self, code: int = TERMINATED) -> None:
         """Ask every process to end; again: kill what is left."""
         if self._code is not None:
+            self._hurried_by = "Ctrl-C" if code == INTERRUPTED else "SIGTERM"
             for child in self._all():
                 child.kill_at = self._clock()
             return
@@ -236,7 +238,10 @@ class Supervisor:
         running = [c for c in self._all() if c.running]
         for child in running:
             if child.kill_at is not None and self._clock() >= child.kill_at and child.process:
-                self._notify(f"{child.program.name} did not end within its grace: killed")
+                why = (
+                    f"{self._hurried_by} while it was stopping" if self._hurried_by else "did not end within its grace"
+                )
+                self._notify(f"{child.program.name} killed: {why}")
                 child.process.kill()
                 child.kill_at = None
         return None if running else self._code

@@ -12,9 +12,9 @@ _PIPE_WIDTH = 10_000
 
 
 def show(rows: Sequence[Row], *, as_json: bool, title: str = "") -> None:
-    """Print rows that share their keys; keys are the column heads."""
+    """Print rows that share their keys; keys are the column heads, in JSON in camelCase."""
     if as_json:
-        typer.echo(json.dumps(list(rows)))
+        typer.echo(json.dumps([{_camel(name): value for name, value in row.items()} for row in rows]))
         return
     if not rows:
         typer.echo(f"{title}: none" if title else "none")
@@ -32,6 +32,12 @@ def show(rows: Sequence[Row], *, as_json: bool, title: str = "") -> None:
     if not console.is_terminal:
         console = Console(width=_PIPE_WIDTH)  # grep and awk want a row on one line, however narrow `COLUMNS` is
     console.print(table)
+
+
+def _camel(name: str) -> str:
+    """`shards ingested` -> `shardsIngested`."""
+    first, *rest = name.split()
+    return first + "".join(word.capitalize() for word in rest)
 
 
 def _text(value: Any) -> str:

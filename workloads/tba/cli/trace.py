@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from tba.cli.output import writing_to
+
 
 def command(
     directory: Annotated[Path, typer.Argument(help="Where `tba run --trace DIR` or TBA_TRACE put the timelines.")],
@@ -19,6 +21,7 @@ def command(
     if not paths:
         raise UserError(f"{directory} holds no *{SUFFIX}: run with `tba run --trace {directory}`, or set TBA_TRACE")
     events = merge(paths)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
+    with writing_to(output):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
     typer.echo(f"wrote {output}: {len(events)} events of {len(paths)} processes")

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from tba.contracts.history import Progress
 from tba.report.history import History
-from tba.report.summary import Summary, staleness_histogram
+from tba.report.summary import Summary, rewards_generated, staleness_histogram
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40
@@ -144,14 +144,14 @@ def _with_alerts(progress: Progress) -> str:
 
 
 def _cells(s: Summary, history: History) -> list[tuple[str, str]]:
-    rewards = [r.reward_mean for r in history.steps]
+    rewards = rewards_generated(history.steps)
     score = _text(s.eval_score)
     if s.eval_standard_error is not None and s.eval_step is not None:
         score += f" ± {figure(s.eval_standard_error)} at {s.eval_step}"
     return [
         ("reward", f"{_text(s.reward)}  {sparkline(rewards)}"),
         ("evaluation", f"{score}  {sparkline([r.pass_at_1 for r in history.evaluations], 12)}"),
-        ("staleness", f"{_text(s.staleness_mean)} mean, {_text(s.staleness_max)} max"),
+        ("staleness", f"{_text(s.staleness_mean)} mean, {_text(s.staleness_max)} max, with replayed rows"),
         ("trainer idle", "–" if s.trainer_idle_percent is None else f"{s.trainer_idle_percent:.1f} %"),
         ("generated", f"{_text(s.generated_tokens_per_second)} tokens/s"),
         ("trained", f"{_text(s.trained_tokens_per_second)} tokens/s"),

@@ -135,7 +135,8 @@ def _describe(item: dict[str, Any], owner: type[BaseModel] | None, field: FieldI
         return f"must match {context['pattern']}, got {got}", f"correct it{_meaning(field)}"
     if "expected" in context:
         allowed = str(context["expected"]).replace("'", "")
-        return f"must be {allowed}, got {got}", f"use one of these{_default(field)}"
+        remedy = "use one of these" if " or " in allowed else f"write {allowed}"
+        return f"must be {allowed}, got {got}", f"{remedy}{_default(field)}"
     wrong = _WRONG.get(kind) or item["msg"][:1].lower() + item["msg"][1:]
     return f"{wrong}, got {got}", f"correct the value{_default(field) or _meaning(field)}"
 

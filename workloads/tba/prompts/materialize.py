@@ -73,7 +73,7 @@ def materialize(
     Prompts of more than `max_prompt_tokens` tokens, or none, are dropped and counted. Equal input gives equal bytes.
     `token` is for hf://; null takes the environment's.
 
-    Raises: UserError if nothing is left or a row, template or chat template does not fit; StoreUnavailable.
+    Raises: UserError if no row is there or left, or a row, template or chat template does not fit; StoreUnavailable.
     """
     render = _Renderer(config, tokenizer)
     source = iterate_prompts(config, base_dir=base_dir, open_store=open_store, token=token)
@@ -86,6 +86,8 @@ def materialize(
         empty += not tokens
         if 0 < len(tokens) <= max_prompt_tokens:
             kept.append((prompt, tokens))
+    if not kept and not too_long and not empty:
+        raise UserError(f"{name_of(config)} has no rows: write prompts into it, or name another source")
     if not kept:
         raise UserError(
             f"no usable prompt in {name_of(config)}: {too_long} longer than {max_prompt_tokens} tokens, {empty} empty: "

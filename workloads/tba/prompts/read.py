@@ -47,8 +47,8 @@ def iterate_prompts(
     config: Prompts, *, base_dir: Path, open_store: OpenStore = default_open_store, token: str | None = None
 ) -> Iterator[RawPrompt]:
     """`read_prompts`, one at a time."""
-    for number, row in enumerate(rows(config, base_dir=base_dir, open_store=open_store, token=token), 1):
-        where = f"prompt {number} of {name_of(config)}"
+    for place, row in rows(config, base_dir=base_dir, open_store=open_store, token=token):
+        where = f"{place} of {name_of(config)}"
         content = _content(_field(row, _PROMPT_FIELD, config.prompt_field, where), where)
         answer = None
         if config.answer_field is not None:

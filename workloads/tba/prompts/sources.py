@@ -1,6 +1,6 @@
-"""Rows of a prompt source, one dict a row: JSON Lines (plain or gzip) and Parquet files, and Hugging Face data sets.
+"""Rows of a prompt source, each with its place: JSON Lines (plain or gzip), Parquet files, Hugging Face data sets.
 
-Rows come lazily, so that a limit reads no more than it needs. Every fault of the data names its row.
+Rows come lazily, so that a limit reads no more than it needs. Every fault of the data names its place.
 """
 
 import gzip
@@ -20,12 +20,14 @@ from tba.mounts import claim_path, config_map_file
 from tba.store import NotFound, ObjectStore
 
 Row = dict[str, Any]
+Placed = tuple[str, Row]
+"""Where the row stands in its source, such as `line 21`, and the row."""
 OpenStore = Callable[[str], ObjectStore]
 _LINES = (".jsonl", ".ndjson", ".json")
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
-def rows(config: Prompts, *, base_dir: Path, open_store: OpenStore, token: str | None = None) -> Iterator[Row]:
+def rows(config: Prompts, *, base_dir: Path, open_store: OpenStore, token: str | None = None) -> Iterator[Placed]:
     """Rows of the source in their order. `token`: of the hub; null takes the environment's.
 
     Raises: UserError; StoreUnavailable.
@@ -57,7 +59,9 @@ def columns_of(row: Row) -> str:
 
 def _open_file(uri: str, path: Path) -> BinaryIO:
     if not path.is_file():
-        raise UserError(f"prompts.uri {uri}: no file {path}: a relative path starts at the folder of the job file")
+        relative = uri.startswith("file://") and not uri.startswith("file:///")
+        remedy = "a relative path starts at the folder of the job file" if relative else "check the path"
+        raise UserError(f"prompts.uri {uri}: no file {path}: {remedy}")
     return path.open("rb")
 
 
@@ -74,7 +78,7 @@ def _open_object(uri: str, open_store: OpenStore) -> BinaryIO:
         store.close()
 
 
-def _file_rows(uri: str, source: BinaryIO) -> Iterator[Row]:
+def _file_rows(uri: str, source: BinaryIO) -> Iterator[Placed]:
     name = uri.lower().removesuffix(".gz")
     if name.endswith(".parquet"):
         return _parquet_rows(uri, source)
@@ -84,7 +88,7 @@ def _file_rows(uri: str, source: BinaryIO) -> Iterator[Row]:
     raise UserError(f"prompts {uri}: unknown file type: name it .jsonl, .jsonl.gz or .parquet")
 
 
-def _json_rows(uri: str, source: BinaryIO) -> Iterator[Row]:
+def _json_rows(uri: str, source: BinaryIO) -> Iterator[Placed]:
     number = 0
     with source:
         packed = source.read(2) == _GZIP_MAGIC
@@ -95,7 +99,7 @@ def _json_rows(uri: str, source: BinaryIO) -> Iterator[Row]:
                     if number == 1:
                         line = line.removeprefix(b"\xef\xbb\xbf")  # written by some editors
                     if line.strip():
-                        yield _json_row(uri, number, line)
+                        yield f"line {number}", _json_row(uri, number, line)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise UserError(f"{uri}: damaged gzip file after line {number}: {error}: copy it again") from error
 
@@ -110,16 +114,17 @@ def _json_row(uri: str, number: int, line: bytes) -> Row:
     return row
 
 
-def _parquet_rows(uri: str, source: BinaryIO) -> Iterator[Row]:
+def _parquet_rows(uri: str, source: BinaryIO) -> Iterator[Placed]:
     with source:
         try:
-            for batch in pq.ParquetFile(source).iter_batches(batch_size=1024, use_threads=False):
-                yield from batch.to_pylist()
+            batches = pq.ParquetFile(source).iter_batches(batch_size=1024, use_threads=False)
+            for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
+                yield f"row {number}", row
         except (pa.ArrowException, OSError) as error:
             raise UserError(f"{uri} is not a readable Parquet file: {error}") from error
 
 
-def _hub_rows(rest: str, split: str, token: str | None) -> Iterator[Row]:
+def _hub_rows(rest: str, split: str, token: str | None) -> Iterator[Placed]:
     """`rest` is org/name[@revision] or org/name[@revision]/configuration."""
     parts = rest.strip("/").split("/")
     if not 2 <= len(parts) <= 3:
@@ -142,4 +147,4 @@ def _hub_rows(rest: str, split: str, token: str | None) -> Iterator[Row]:
         raise UserError(f"{where} cannot be loaded: {error}: check name, configuration, split and HF_TOKEN") from error
     except OSError as error:
         raise StoreUnavailable(f"{where}: the hub could not be reached: {error}: check the network") from error
-    return (dict(row) for row in data)
+    return ((f"row {number}", dict(row)) for number, row in enumerate(data, 1))

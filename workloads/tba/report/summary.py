@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -32,8 +33,9 @@ class Summary:
     total_steps: int | None
     policy_version: int | None
     reward: float | None
-    """Of the batches."""
-    generated_reward: float | None
+    """Of the responses that arrived."""
+    trained_reward: float | None
+    """Of batches, which may hold replayed rows."""
     eval_score: float | None
     eval_standard_error: float | None
     eval_step: int | None
@@ -89,8 +91,8 @@ def summarise(history: History, now: float) -> Summary:
         step=step,
         total_steps=total,
         policy_version=latest.version if latest and latest.manifest else None,
-        reward=_mean([r.reward_mean for r in recent]),
-        generated_reward=_mean([r.generated_reward_mean for r in recent if r.generated_reward_mean is not None]),
+        reward=_mean(rewards_generated(recent)),
+        trained_reward=_mean([r.reward_mean for r in recent]),
         eval_score=evaluation.pass_at_1 if evaluation else None,
         eval_standard_error=evaluation.standard_error if evaluation else None,
         eval_step=evaluation.step if evaluation else None,
@@ -155,6 +157,12 @@ def _eta(rows: list[StepRow], total: int | None, step: int) -> float | None:
     if total is None or len(rows) < 2 or rows[-1].step <= rows[0].step:
         return None
     return (rows[-1].wall_seconds - rows[0].wall_seconds) / (rows[-1].step - rows[0].step) * (total - step)
+
+
+def rewards_generated(steps: Sequence[StepRow]) -> list[float]:
+    """Mean rewards of the responses that arrived before each of these steps, where any did; else of their batches."""
+    arrived = [r.generated_reward_mean for r in steps if r.generated_reward_mean is not None]
+    return arrived or [r.reward_mean for r in steps]
 
 
 def _mean(values: list[float]) -> float | None:

@@ -4,6 +4,7 @@ A reward is `fn(prompt, response, answer, **parameters) -> float`. Only the stan
 the child program of the sandbox (child.py) starts with this module.
 """
 
+import difflib
 import hashlib
 import importlib
 import inspect
@@ -153,7 +154,7 @@ def _entrypoint_module(module: str, source: RewardSource) -> ModuleType:
             raise  # the module exists; one of its own imports does not
         raise UserError(
             f"task.reward.entrypoint: got {source.target!r}, there is no module {error.name!r}. "
-            f"Install it in the image or put it in {source.search_path or 'PYTHONPATH'}."
+            f"Put it in {source.search_path or 'PYTHONPATH'} or install it beside tba: in a cluster, in the image."
         ) from error
 
 
@@ -166,13 +167,15 @@ def _file_module(source: RewardSource) -> ModuleType:
 
 
 def _function(module: ModuleType, attribute: str) -> RewardFunction:
-    function = getattr(module, attribute, None)
+    where = module.__file__ or module.__name__
+    remedy = f"Define `def {attribute}(prompt, response, answer, **parameters) -> float` there."
+    if not hasattr(module, attribute):
+        known = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+        near = difflib.get_close_matches(attribute, known, n=1)
+        raise UserError(f"{where} has no function {attribute!r}. {f'Did you mean {near[0]!r}?' if near else remedy}")
+    function = getattr(module, attribute)
     if not callable(function):
-        where = module.__file__ or module.__name__
-        raise UserError(
-            f"the reward function {attribute!r} of {where} cannot be called: got {type(function).__name__}. "
-            f"Define `def {attribute}(prompt, response, answer, **parameters) -> float` there."
-        )
+        raise UserError(f"{attribute!r} of {where} cannot be called: got {type(function).__name__}. {remedy}")
     return cast(RewardFunction, function)
 
 

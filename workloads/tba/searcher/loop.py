@@ -49,6 +49,8 @@ _LOOK_SECONDS = 5.0
 """Visits wait so long for storage to say which block of an evaluation is next."""
 _LOOK_STEP_SECONDS = 0.002
 _SAY_SECONDS = 30.0
+_FAILURE_SECONDS = 1.0
+"""At least so long between two lines about rewards that failed: a broken one fails thousands of times a second."""
 _UNSCORED_PER_CAPACITY = 4
 """Responses that may wait for a reward, in multiples of the engine's capacity."""
 _SETTLE_SECONDS = 10.0
@@ -99,6 +101,8 @@ class SearcherLoop:
         self._looked_since = 0.0
         self._policies: set[tuple[int, int]] = set()
         self._said_at = 0.0
+        self._failure_told_at = 0.0
+        self._untold_failures = 0
         self._held: str | None = None
         self._asleep = False
         self._manifest: SnapshotManifest | None = None
@@ -353,10 +357,17 @@ class SearcherLoop:
             stats.timed_out_rows += 1
         if result.outcome is not Outcome.SCORED:
             telemetry.REWARD_FAILURES.labels(str(result.outcome)).inc()
-            log.warning(REWARD_FAILED, outcome=str(result.outcome), error=result.error[:200])
+            self._tell_failure(str(result.outcome), result.error)
         work.settle(index, response, Settled(result.outcome, result.reward))
         if work.done:
             self._complete(work)
+
+    def _tell_failure(self, outcome: str, error: str) -> None:
+        self._untold_failures += 1
+        now = time.monotonic()
+        if now - self._failure_told_at >= _FAILURE_SECONDS:
+            log.warning(REWARD_FAILED, outcome=outcome, error=error[:200], failures=self._untold_failures)
+            self._failure_told_at, self._untold_failures = now, 0
 
     def _complete(self, work: Work) -> None:
         self._rewarding.forget(work)

@@ -26,6 +26,7 @@ from tba.rewards.sandbox import RewardPool
 from tba.rewards.stored import get_reward_code
 from tba.run_record import find_run_record
 from tba.run_store import open_run_store
+from tba.searcher.engines import Engine as GeneratingEngine
 from tba.searcher.engines import build, can_run_vllm
 from tba.searcher.loop import SearcherLoop, Surroundings
 from tba.searcher.spool import Spool, SpoolLimits, shard_seconds
@@ -173,7 +174,7 @@ def _assemble(
         store,
         run_id=record.run_id,
         interval_seconds=poll_seconds,
-        fetch=_fetch(needs_weights=engine.needs_weights, remember=remember),
+        fetch=_fetch(engine, remember=remember),
     )
 
     def header(seq: int) -> ShardHeader:
@@ -255,12 +256,13 @@ def _as_recorded(record: RunRecord, uri: str) -> LiveConfig:
     return record.live.model_copy(update={"storage": Storage(uri=uri), "searcher": searcher})
 
 
-def _fetch(*, needs_weights: bool, remember: Callable[[], bool]) -> Fetch:
-    if needs_weights:
+def _fetch(engine: GeneratingEngine, *, remember: Callable[[], bool]) -> Fetch:
+    if engine.needs_weights:
         from tba.snapshots import SnapshotFetcher
         from tba.snapshots.hostcache import HostCache
 
-        return SnapshotFetcher(remember=remember, cache=HostCache.from_environment())
+        cache = HostCache.from_environment()
+        return SnapshotFetcher(remember=remember, merge=lambda: not engine.takes_adapters, cache=cache)
     from tba.snapshots import Snapshot, fetch_manifest
 
     return lambda store, key: Snapshot(key, fetch_manifest(store, key), {}, {})

@@ -1,4 +1,4 @@
-"""Fetches weights: every byte verified, tensors as views of one buffer, deltas resolved, adapters merged.
+"""Fetches weights: every byte verified, tensors as views of one buffer, deltas resolved, adapters merged or beside.
 
 manifest ─► chain ─► anchor's files ─► one buffer (hostmemory.py) ─► file and tensor hashes ─► views
                 └──► deltas, oldest first, read one ahead ─► applied in place (rebuild.py) ─► tensor hashes
@@ -35,6 +35,14 @@ class Snapshot:
     manifest: SnapshotManifest
     tensors: dict[str, Tensor]  # views of one buffer; pinned if this process uses CUDA
     assets: dict[str, bytes]  # config.json, tokenizer files; of a delta its anchor's, of an adapter its base's
+    adapter: dict[str, Tensor] | None = None  # to go on `tensors`, which are its base's; None: they are all there is
+
+    def merged(self) -> "Snapshot":
+        """The same weights without an adapter beside them. What has none is shared. Raises: CorruptObject."""
+        if self.adapter is None:
+            return self
+        weights = merged(self.tensors, self.adapter, scale=self.manifest.scale or 0.0)
+        return Snapshot(self.key, self.manifest, weights, self.assets)
 
 
 def fetch_snapshot(store: ObjectStore, manifest_key: str) -> Snapshot:
@@ -58,7 +66,7 @@ def fetch_chain(
     if not deltas:
         return snapshot
     if deltas[-1].manifest.encoding == "adapter":
-        return adapt_snapshot(store, snapshot, deltas[-1], cache=cache)
+        return adapt_snapshot(store, snapshot, deltas[-1], cache=cache).merged()
     reached = advance(store, snapshot.tensors, None, deltas, accept_older=accept_older, cache=cache) or anchor
     return Snapshot(reached.key, reached.manifest, snapshot.tensors, snapshot.assets)
 
@@ -79,13 +87,9 @@ def fetch_adapter(store: ObjectStore, link: Link, *, cache: HostCache | None = N
 
 
 def adapt_snapshot(store: ObjectStore, base: Snapshot, adapter: Link, *, cache: HostCache | None = None) -> Snapshot:
-    """The base's weights with the adapter at `adapter` merged in; what has no adapter is shared with `base`.
-
-    Raises: as `fetch_snapshot`.
-    """
+    """The base's own weights with the adapter at `adapter` beside them. Raises: as `fetch_snapshot`."""
     tensors = fetch_adapter(store, adapter, cache=cache)
-    weights = merged(base.tensors, tensors, scale=adapter.manifest.scale or 0.0)
-    return Snapshot(adapter.key, adapter.manifest, weights, base.assets)
+    return Snapshot(adapter.key, adapter.manifest, base.tensors, base.assets, tensors)
 
 
 def tensor_size(entry: TensorEntry) -> int:

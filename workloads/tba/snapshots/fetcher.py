@@ -1,7 +1,7 @@
 """A searcher's way to weights: remembers the newest snapshot, so that a delta on it costs the delta alone.
 
     delta on what is held ──► read the deltas in between, apply them to a copy
-    adapter ────────────────► read it, merge it into a copy of the base, which stays held
+    adapter ────────────────► read it: beside the base, which stays held, or merged into a copy of it
     anything else ──────────► anchor (+ its deltas), as `fetch_snapshot`
 
 What was handed out is never written to. Host memory: one copy of the weights for good, two while a delta is applied.
@@ -24,12 +24,20 @@ _SMALL_BYTES = 2**20  # headers count little, but a tiny model has little else
 class SnapshotFetcher:
     """Callable as `(store, manifest_key) -> Snapshot`, by one thread at a time."""
 
-    def __init__(self, *, remember: Callable[[], bool] = lambda: True, cache: HostCache | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        remember: Callable[[], bool] = lambda: True,
+        merge: Callable[[], bool] = lambda: True,
+        cache: HostCache | None = None,
+    ) -> None:
         """`remember`: whether deltas are to be expected; without them a held snapshot is memory for nothing.
 
+        `merge`: whether adapters are to be merged; else snapshots have them beside their base.
         `cache`: shared with the other searchers of this host.
         """
         self._remember = remember
+        self._merge = merge
         self._cache = cache
         self._held: Snapshot | None = None
         self._served = False
@@ -72,7 +80,7 @@ class SnapshotFetcher:
             if len(chain) == 1 and chain[0].manifest.encoding == "adapter":
                 if not _is_sound(held):  # merging would not notice
                     raise CorruptObject(f"{held.key}: other bytes than were read")
-                return adapt_snapshot(store, held, chain[0], cache=self._cache)
+                return self._adapted(store, held, chain[0])
             if chain[-1].manifest.encoding == "adapter":
                 return self._adapt(store, chain)
             if chain[0].manifest.base is None:
@@ -88,7 +96,11 @@ class SnapshotFetcher:
     def _adapt(self, store: ObjectStore, chain: list[Link]) -> Snapshot:
         """From version 0 on, which is held from now on."""
         self._held = fetch_chain(store, chain[:1], cache=self._cache)
-        return adapt_snapshot(store, self._held, chain[-1], cache=self._cache)
+        return self._adapted(store, self._held, chain[-1])
+
+    def _adapted(self, store: ObjectStore, base: Snapshot, adapter: Link) -> Snapshot:
+        found = adapt_snapshot(store, base, adapter, cache=self._cache)
+        return found.merged() if self._merge() else found
 
 
 def _is_sound(held: Snapshot) -> bool:

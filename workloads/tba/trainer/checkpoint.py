@@ -136,7 +136,8 @@ def restore_newest(store: ObjectStore, manifest_key: str) -> tuple[str, Checkpoi
             log.info(CHECKPOINT_RESTORED, key=key, step=manifest.step, refused=refused)
             return key, manifest, state
         except (CorruptObject, NotFound) as error:
-            log.error(CHECKPOINT_REFUSED, key=key, error=str(error))
-            refused.append(f"{key}: {error}")
+            problem = f"{error.args[0]} is missing" if isinstance(error, NotFound) else str(error)
+            log.error(CHECKPOINT_REFUSED, key=key, error=problem)
+            refused.append(f"{key}: {problem}")
             key = parent
     raise CorruptObject("no checkpoint of this run can be read: " + "; ".join(refused))

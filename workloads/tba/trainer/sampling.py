@@ -118,7 +118,9 @@ class Sampler:
         """Whether `sample` may be called; draws nothing, so that waiting never changes the random stream."""
         wanted, have = settings.min_initial_trajectories, buffer.ingested_rows
         if have < wanted:
-            return Waiting(f"initial trajectories: {have} of minInitialTrajectories {wanted}")
+            failed = buffer.failed_rows
+            why = f"; {failed} responses have no reward: see reward_failed in the searchers' logs" if failed else ""
+            return Waiting(f"initial trajectories: {have} of minInitialTrajectories {wanted}{why}")
         if buffer.complete_visits < settings.prompts_per_batch:
             return Waiting(f"complete visits: {buffer.complete_visits} of promptsPerBatch {settings.prompts_per_batch}")
         if not (self._mop_pool(buffer, step, settings) or self._may_replay(buffer, step, settings)):

@@ -11,7 +11,6 @@ latest.checkpoint? ── no ──► step 0      yes ──► restore it (or 
 ```
 """
 
-import json
 import os
 from collections.abc import Mapping
 from contextlib import closing
@@ -34,7 +33,7 @@ from tba.prompts import PromptSet, load_prompt_set, materialize
 from tba.protocol.bookkeeping import Bookkeeping
 from tba.protocol.latest import RunEnded
 from tba.rewards.stored import put_reward_code
-from tba.run_record import find_run_record
+from tba.run_record import find_run_record, refuse_foreign
 from tba.run_store import open_run_store
 from tba.snapshots import fetch_snapshot
 from tba.store import AlreadyExists, NotFound, ObjectStore, Weather
@@ -109,7 +108,7 @@ def prepare(
     store = open_run_store(live.storage, uri, weather)
     record = find_run_record(store)
     if record is not None:
-        _refuse_foreign(record, run, live)
+        refuse_foreign(record, run, adopt=live.storage.adopt)
     loaded: Loaded | None = None
     if record is None:
         if not live.storage.unsafe_single_trainer:
@@ -302,7 +301,7 @@ def _create_record(
     except AlreadyExists:  # two trainers began at once: the first one's record stands
         other = find_run_record(store)
         assert other is not None, "run.json was just seen"
-        _refuse_foreign(other, run, live)
+        refuse_foreign(other, run, adopt=live.storage.adopt)
         return other
 
 
@@ -351,31 +350,6 @@ def _eval_request(store: ObjectStore, record: RunRecord) -> EvalRequest | None:
         sampling=evaluation.sampling,
         samples=evaluation.samples,
     )
-
-
-def _refuse_foreign(record: RunRecord, run: RunFile, live: LiveConfig) -> None:
-    if record.owner != run.owner and not live.storage.adopt:
-        raise UserError(
-            f"this storage prefix holds a run of job {record.owner}, this is {run.owner}: "
-            "use another storage.uri, or set storage.adopt: true to take the run over"
-        )
-    changed = _differences(record.config.identity(), run.config.identity())
-    if changed:
-        raise UserError(
-            "these fields may not change during a run: " + "; ".join(changed) + ". "
-            "Undo the change, use another storage.uri, or delete the run with `tba storage delete`"
-        )
-
-
-def _differences(old: dict[str, Any], new: dict[str, Any], path: str = "") -> list[str]:
-    found: list[str] = []
-    for name in sorted(old.keys() | new.keys()):
-        a, b = old.get(name), new.get(name)
-        if isinstance(a, dict) and isinstance(b, dict):
-            found += _differences(a, b, f"{path}{name}.")
-        elif a != b:
-            found.append(f"{path}{name} was {json.dumps(a)}, is now {json.dumps(b)}")
-    return found
 
 
 def _refuse_ended(store: ObjectStore, record: RunRecord) -> None:

@@ -41,6 +41,9 @@ class Engine(Protocol):
 
     needs_weights: bool
     """Whether `load` wants tensors, or only to know which policy it is."""
+    takes_adapters: bool
+    """Whether `load` wants adapters beside their base, or merged. May become false with the first `load`, which then
+    merges for itself."""
 
     @property
     def capacity(self) -> int:

@@ -69,6 +69,7 @@ class FakeEngine:
     """See the module. Deterministic in (prompt, seed) up to timing."""
 
     needs_weights = False
+    takes_adapters = False
 
     def __init__(
         self,

@@ -62,6 +62,7 @@ class TransformersEngine:
     """
 
     needs_weights = True
+    takes_adapters = False
 
     def __init__(
         self,

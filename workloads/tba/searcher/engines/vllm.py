@@ -3,6 +3,7 @@
  submit ─► held until places are free ─► vLLM's scheduler ─► step ─► finished ─► Response with its spans
                                                               ▲
  load: pause ─► steps under way end ─► fill the model in place ─► note each response's length ─► resume
+                                    └► or its adapter alone ───┘
 
 Serves vLLM 0.26 and 0.32 (docs/decisions/0019-vllm-engine.md). With `vllm_weights`, which vLLM's workers load, the
 only module that imports vLLM. Import it after `prepare`.
@@ -11,16 +12,21 @@ only module that imports vLLM. Import it after `prepare`.
 import secrets
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
+from torch import Tensor
 from vllm import SamplingParams
+from vllm.config import lora as vllm_lora
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.model_loader.utils import get_model_architecture
+from vllm.model_executor.models import supports_lora
 from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -29,9 +35,18 @@ from vllm.v1.executor import Executor
 from tba.contracts import config
 from tba.contracts.errors import CorruptObject, UserError
 from tba.contracts.records import FinishReason, PolicyId, Span
+from tba.failpoints import failpoint
 from tba.log import MODEL_LOADED, log
+from tba.lora import targets_of
 from tba.models import build_model, eos_token_ids, weight_tensors, write_assets
 from tba.searcher.engines.engine import Request, Response
+from tba.searcher.engines.vllm_adapter import (
+    ADAPTER_ID,
+    adapter_folder,
+    adapter_shapes,
+    lora_arguments,
+    obstacle,
+)
 from tba.searcher.engines.vllm_options import (
     admissible,
     admitted_at_once,
@@ -47,6 +62,10 @@ from tba.searcher.engines.vllm_weights import SharedWeights
 if TYPE_CHECKING:
     from tba.snapshots import Snapshot
 
+_REFUSALS = (ValueError, TypeError, VLLMValidationError)
+"""What vLLM raises for a model or settings that it does not take."""
+_RANKS = (8, 16, 32, 64, 128, 256)
+"""Of vLLM's adapters, where it does not say which."""
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
@@ -82,9 +101,12 @@ class VllmEngine:
 
     def __init__(self, settings: config.Engine, model: config.Model, *, cpu: bool) -> None:
         """Raises: UserError if extraArgs are unknown or refused."""
-        known = {f.name for f in fields(EngineArgs)}
-        self._options = vllm_options(settings, model, known=known, cpu=cpu, seed=secrets.randbits(31))
+        self._known = {f.name for f in fields(EngineArgs)}
+        self._options = vllm_options(settings, model, known=self._known, cpu=cpu, seed=secrets.randbits(31))
         self._model = model
+        self._cpu = cpu
+        self.takes_adapters = model.lora is not None and not self._options.merge_adapter
+        self._merges: str | None = None  # why adapters are merged
         self._shared = SharedWeights() if settings.tensor_parallel_size > 1 else None
         self._engine: Any = None
         self._core: Any = None  # vLLM's EngineCore
@@ -94,6 +116,8 @@ class VllmEngine:
         self._tokenizer: Any = None
         self._eos: list[int] = []
         self._shapes: dict[str, Sequence[int]] = {}
+        self._adapter_shapes: dict[str, list[int]] = {}
+        self._base: str | None = None  # the snapshot whose weights are in the model, below its adapter
         self._served: Snapshot | None = None
         self._policy = PolicyId(0, 0)
         self._places = 0  # sequences that vLLM decodes together
@@ -122,10 +146,14 @@ class VllmEngine:
         if self._engine is None:
             self._examine(snapshot)
         problem = misfit(self._shapes, {name: tensor.shape for name, tensor in snapshot.tensors.items()})
+        if problem is None and snapshot.adapter is not None:
+            problem = misfit(self._adapter_shapes, {name: t.shape for name, t in snapshot.adapter.items()})
         if problem:
             raise CorruptObject(f"{snapshot.key}: {problem}")
         if self._engine is None:
             self._start(snapshot)
+        if not self.takes_adapters:
+            snapshot = snapshot.merged()
         self._pause()
         try:
             self._replace(snapshot)
@@ -144,15 +172,13 @@ class VllmEngine:
         )
         self._shapes = {name: list(tensor.shape) for name, tensor in weight_tensors(model).items()}
         self._eos = sorted(eos_token_ids(self._tokenizer, model.config))
+        if self._model.lora is not None:
+            self._adapter_shapes = adapter_shapes(targets_of(model, self._model.lora), self._model.lora)
 
     def _start(self, snapshot: "Snapshot") -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="tba-vllm-")
         write_assets(snapshot.assets, Path(self._folder.name))
-        try:
-            arguments = EngineArgs(model=self._folder.name, **self._options.engine_args)
-            settings = arguments.create_engine_config(UsageContext.LLM_CLASS)
-        except (ValueError, TypeError, VLLMValidationError) as error:
-            raise UserError(f"vLLM refuses the model or searcher.engine's settings: {error}") from error
+        settings = self._settings(self._folder.name)
         # In this process: `load` needs to know which step is the last with the old weights.
         self._engine = LLMEngine(
             vllm_config=settings,
@@ -167,6 +193,8 @@ class VllmEngine:
         seeds = self._options.request_seeds
         self._seeded = self._features.free_seeds if seeds is None else seeds
         self._places = settings.scheduler_config.max_num_seqs
+        if self.takes_adapters:
+            self._try_adapter()
         graphs = settings.compilation_config.cudagraph_mode
         self._at_once = admitted_at_once(
             self._places,
@@ -180,7 +208,66 @@ class VllmEngine:
             admitted_at_once=self._at_once,
             request_seeds=self._seeded,
             async_scheduling=bool(settings.scheduler_config.async_scheduling),
+            adapter=self._adapter_note(),
         )
+
+    def _settings(self, folder: str) -> Any:
+        """vLLM's whole configuration, with an adapter if the run has one and it can be there."""
+        try:
+            found = self._settings_with_adapter(folder) if self._model.lora is not None else None
+            self.takes_adapters = found is not None
+            return found or self._configured(folder, {})
+        except _REFUSALS as error:
+            raise UserError(f"vLLM refuses the model or searcher.engine's settings: {error}") from error
+
+    def _settings_with_adapter(self, folder: str) -> Any | None:
+        """None if adapters are to be merged."""
+        lora = self._model.lora
+        assert lora is not None
+        model_config = EngineArgs(model=folder, **self._options.engine_args).create_model_config()
+        architecture, _ = get_model_architecture(model_config)
+        ranks = get_args(getattr(vllm_lora, "MaxLoRARanks", None)) or _RANKS
+        self._merges = obstacle(
+            lora,
+            merge=self._options.merge_adapter,
+            supported=bool(supports_lora(architecture)),
+            ranks=ranks,
+            dtype=self._model.dtype,
+            cpu=self._cpu,
+        )
+        if self._merges is not None:
+            return None
+        packed = getattr(architecture, "packed_modules_mapping", {})
+        try:
+            return self._configured(folder, lora_arguments(lora, ranks=ranks, packed=packed, known=self._known))
+        except _REFUSALS as error:  # some settings exclude adapters
+            self._merges = f"vLLM refuses adapters with these settings: {error}"
+            return None
+
+    def _configured(self, folder: str, more: dict[str, Any]) -> Any:
+        arguments = EngineArgs(model=folder, **self._options.engine_args, **more)
+        return arguments.create_engine_config(UsageContext.LLM_CLASS)
+
+    def _try_adapter(self) -> None:
+        """Find out whether vLLM has a place for every part of an adapter; else adapters are merged.
+
+        vLLM computes without whatever it has no place for, and says nothing.
+        """
+        try:
+            self._adapt(None, scale=1.0)
+            for num_modules, lost in self._engine.collective_rpc("tba_adapted", args=(ADAPTER_ID,)):
+                if lost or 2 * num_modules != len(self._adapter_shapes):
+                    self._merges = f"vLLM has a place for {num_modules} of its parts, and none for {lost[:3]}"
+        except Exception as error:  # whatever vLLM raises
+            self._merges = f"vLLM did not take it: {error}"
+        if self._merges is not None:
+            self.takes_adapters = False
+            self._engine.remove_lora(ADAPTER_ID)
+
+    def _adapter_note(self) -> str | None:
+        if self._model.lora is None:
+            return None
+        return "beside its base" if self._merges is None else f"merged: {self._merges}"
 
     def _pause(self) -> None:
         """No new step begins; those under way end and are credited to the weights that made them."""
@@ -200,8 +287,24 @@ class VllmEngine:
             ) from error
 
     def _fill(self, snapshot: "Snapshot") -> None:
-        source = snapshot.tensors if self._shared is None else self._shared.put(snapshot.tensors)
-        self._engine.collective_rpc("tba_load_weights", args=(source,))
+        base = snapshot.key if snapshot.adapter is None else snapshot.manifest.base
+        if not self.takes_adapters or base != self._base:
+            self._base = None  # unless all goes well
+            source = snapshot.tensors if self._shared is None else self._shared.put(snapshot.tensors)
+            self._engine.collective_rpc("tba_load_weights", args=(source,))
+            self._base = base
+        if self.takes_adapters:
+            self._adapt(snapshot.adapter, scale=snapshot.manifest.scale or 0.0)
+
+    def _adapt(self, adapter: Mapping[str, Tensor] | None, *, scale: float) -> None:
+        """Put an adapter in the place of the one there is. None: zeros, so that requests have one from the start."""
+        assert self._model.lora is not None
+        if adapter is None:
+            adapter = {name: torch.zeros(shape) for name, shape in self._adapter_shapes.items()}
+        with adapter_folder(adapter, self._model.lora, scale=scale) as folder:
+            self._engine.remove_lora(ADAPTER_ID)
+            failpoint("engine.before_adapter")
+            self._engine.add_lora(LoRARequest("policy", ADAPTER_ID, str(folder)))
 
     def _take_over(self, policy: PolicyId) -> None:
         self._policy = policy
@@ -271,7 +374,9 @@ class VllmEngine:
     def _add(self, request: Request) -> None:
         # The salt keeps keys of other weights out: while requests are in flight the prefix cache cannot be emptied.
         prompt = tokens_input(list(request.prompt_tokens), cache_salt=f"{self._policy.epoch}:{self._policy.version}")
-        internal_id = self._engine.add_request(str(request.id), prompt, self._sampling(request))
+        # By then it is loaded: its path is looked at no more.
+        adapter = LoRARequest("policy", ADAPTER_ID, "/loaded") if self.takes_adapters else None
+        internal_id = self._engine.add_request(str(request.id), prompt, self._sampling(request), lora_request=adapter)
         self._rows[request.id] = _Row(request, internal_id, [(self._policy, 0)])
 
     def _sampling(self, request: Request) -> SamplingParams:

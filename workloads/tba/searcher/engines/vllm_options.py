@@ -16,7 +16,8 @@ from tba.searcher.engines.engine import Request
 
 WEIGHT_LOADER = "tba.searcher.engines.vllm_weights.WeightLoader"
 LOGPROBS_SHARE, REQUEST_SEEDS, ADMITTED_AT_ONCE = "logprobsShare", "requestSeeds", "admittedAtOnce"
-_OWN = (LOGPROBS_SHARE, REQUEST_SEEDS, ADMITTED_AT_ONCE)
+MERGE_ADAPTER = "mergeAdapter"
+_OWN = (LOGPROBS_SHARE, REQUEST_SEEDS, ADMITTED_AT_ONCE, MERGE_ADAPTER)
 _CPU_KV_CACHE_BYTES = 2**30
 _WAITING_SHARE = 8
 _ADMISSION_SHARE = 8
@@ -30,6 +31,8 @@ _FIELDS = {
     "trust_remote_code": "model.trustRemoteCode",
     "revision": "model.revision",
     "enable_lora": "model.lora",
+    "max_lora_rank": "model.lora.rank",
+    "lora_target_modules": "model.lora.targetModules",
     "tensor_parallel_size": "searcher.engine.tensorParallelSize",
     "gpu_memory_utilization": "searcher.engine.gpuMemoryUtilization",
     "max_num_seqs": "searcher.engine.maxNumSeqs",
@@ -38,6 +41,7 @@ _NEUTRAL = "responses must be sampled from the whole distribution of the publish
 _WEIGHTS = "weights, config and tokenizer come from the run's snapshots"
 _PARTS = "a searcher is one engine in one process: add searchers to scale"
 _TOKENS = "it would change what a request's tokens are"
+_ADAPTER = "the one adapter there is comes from model.lora"
 _REFUSED = (
     dict.fromkeys(
         ("generation_config", "override_generation_config", "logits_processors", "logprobs_mode", "max_logprobs",
@@ -62,6 +66,11 @@ _REFUSED = (
          "diffusion_config", "enable_prompt_embeds", "stream_interval", "tokens_only", "enable_trace_replay"),
         _TOKENS,
     )
+    | dict.fromkeys(
+        ("max_loras", "max_cpu_loras", "lora_dtype", "default_mm_loras", "enable_tower_connector_lora",
+         "enable_mixed_moe_lora_format", "enable_moe_shared_loras"),
+        _ADAPTER,
+    )
 )  # fmt: skip
 
 
@@ -73,6 +82,7 @@ class VllmOptions:
     logprobs_share: float  # of the sampled responses that carry log-probs, 0..1
     request_seeds: bool | None  # null: where vLLM takes them at no cost
     admitted_at_once: int | None  # places that must be free before prompts enter; null: see `admitted_at_once`
+    merge_adapter: bool = False  # even where vLLM could have it beside its base
 
 
 def environment(*, cpu: bool) -> dict[str, str]:
@@ -100,8 +110,10 @@ def vllm_options(
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 <= share <= 1.0:
         raise UserError(f"searcher.engine.extraArgs.{LOGPROBS_SHARE} must be a number from 0 to 1, got {share!r}")
     seeds = extra.pop(REQUEST_SEEDS, None)
-    if seeds is not None and not isinstance(seeds, bool):
-        raise UserError(f"searcher.engine.extraArgs.{REQUEST_SEEDS} must be true or false, got {seeds!r}")
+    merge = extra.pop(MERGE_ADAPTER, None)
+    for name, value in ((REQUEST_SEEDS, seeds), (MERGE_ADAPTER, merge)):
+        if value is not None and not isinstance(value, bool):
+            raise UserError(f"searcher.engine.extraArgs.{name} must be true or false, got {value!r}")
     at_once = extra.pop(ADMITTED_AT_ONCE, None)
     if at_once is not None and (isinstance(at_once, bool) or not isinstance(at_once, int) or at_once < 1):
         raise UserError(
@@ -123,7 +135,7 @@ def vllm_options(
         "disable_log_stats": True,
     }
     arguments |= _on_cpu() if cpu else _on_gpu(engine)
-    return VllmOptions(arguments | extra, float(share), seeds, at_once)
+    return VllmOptions(arguments | extra, float(share), seeds, at_once, bool(merge))
 
 
 def _check_name(name: str, known: Collection[str]) -> None:

@@ -1,5 +1,7 @@
 """Runs inside vLLM's workers: fills their model from a snapshot's tensors, in place and in names of the checkpoint.
 
+Layers that have an adapter are wrapped by vLLM; what loads weights sees them without.
+
     tensors ─► CUDA, plain layers ─► model.load_weights: copies into the tensors that kernels and CUDA graphs use
             └► anything else ─────► layerwise reload: each layer as at its first load, processed, copied over the old
 
@@ -10,6 +12,7 @@ Docs: docs/decisions/0019-vllm-engine.md says why not the weight-transfer API.
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,15 +88,48 @@ class WeightLoader:
         worker: Any = self
         tensors = source.tensors() if isinstance(source, SharedTensors) else source
         model = worker.get_model()
-        if worker.device.type == "cuda":
-            if is_plain(model):
-                load_in_place(model, _stream(tensors, worker.device))
+        with _without_adapters(model):
+            if worker.device.type == "cuda":
+                if is_plain(model):
+                    load_in_place(model, _stream(tensors, worker.device))
+                else:
+                    load_by_layer(model, worker.model_config, _stream(tensors, worker.device))
+                torch.cuda.synchronize()
             else:
                 load_by_layer(model, worker.model_config, _stream(tensors, worker.device))
-            torch.cuda.synchronize()
-        else:
-            load_by_layer(model, worker.model_config, _stream(tensors, worker.device))
-            _repack_embeddings(model)
+                _repack_embeddings(model)
+
+    def tba_adapted(self, adapter_id: int) -> tuple[int, list[str]]:
+        """How many of an adapter's modules vLLM has, packed ones counted singly, and those for which it has no place.
+
+        vLLM says nothing of the latter: it computes without them.
+        """
+        worker: Any = self
+        manager = worker.model_runner.lora_manager._adapter_manager
+        parts = manager.get_adapter(adapter_id).loras
+        lost = sorted(name for name in parts if name not in manager.modules)
+        many = [part.lora_a if isinstance(part.lora_a, list) else [part.lora_a] for part in parts.values()]
+        return sum(a is not None for each in many for a in each), lost
+
+
+@contextmanager
+def _without_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """Each layer that has an adapter is the layer itself inside, under the name that the checkpoint has for it."""
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    wrapped = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if isinstance(child, BaseLayerWithLoRA)
+    ]
+    for parent, name, child in wrapped:
+        setattr(parent, name, child.base_layer)
+    try:
+        yield
+    finally:
+        for parent, name, child in wrapped:
+            setattr(parent, name, child)
 
 
 def _stream(tensors: Mapping[str, Tensor], device: torch.device) -> Iterator[tuple[str, Tensor]]:
