@@ -1,10 +1,12 @@
 import os
 import signal
 import sys
+import threading
 import time
 
 import pytest
 
+from tba.searcher.main import await_record
 from tba.stop import StopFlag, stop_signals
 
 
@@ -47,3 +49,29 @@ def test_the_flag_remembers_when_it_was_first_set():
     first = flag.since
     flag.set()
     assert flag.since == first and before <= first <= time.monotonic()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_at_once_what_is_interruptible_and_only_sets_the_flag_elsewhere(number):
+    with stop_signals() as flag:
+        with flag.interruptible():
+            threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
+            time.sleep(60)
+            pytest.fail("the sleep was not interrupted")
+        assert flag.is_set()
+        os.kill(os.getpid(), number)
+        time.sleep(0.01)  # nothing is raised here
+
+
+@pytest.mark.timeout(20)
+def test_a_searcher_that_waits_for_storage_ends_on_a_signal():
+    class Silent:
+        uri = "s3://b/run"
+
+        def get(self, _key):
+            time.sleep(60)
+
+    with stop_signals() as flag:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        assert await_record(Silent(), flag, beat=lambda: None) is None

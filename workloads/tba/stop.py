@@ -9,6 +9,10 @@ from types import FrameType
 _LOOK_SECONDS = 0.05
 
 
+class Stopped(BaseException):
+    """A signal arrived within `StopFlag.interruptible`; not an Exception, so that nothing on the way swallows it."""
+
+
 class StopFlag:
     """Has the methods of threading.Event that a loop needs, and no lock.
 
@@ -16,9 +20,10 @@ class StopFlag:
     holds it just then, inside Event.wait, it waits for itself for ever. Here is a plain attribute and short sleeps.
     """
 
-    __slots__ = ("since",)
+    __slots__ = ("_raises", "since")
 
     def __init__(self) -> None:
+        self._raises = False
         self.since: float | None = None
         """When somebody first asked, by time.monotonic."""
 
@@ -30,6 +35,23 @@ class StopFlag:
     def is_set(self) -> bool:
         """Whether somebody asked."""
         return self.since is not None
+
+    def set_by_signal(self) -> None:
+        """For a handler. Raises: Stopped within `interruptible`."""
+        self.set()
+        if self._raises:
+            raise Stopped
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """A signal ends what is within, wherever it waits: for a wait that looks at no flag and has nothing to lose."""
+        self._raises = True
+        try:
+            yield
+        except Stopped:
+            pass
+        finally:
+            self._raises = False
 
     def wait(self, seconds: float) -> bool:
         """Sleep for `seconds`, or until soon (50 ms) after `set`; whether it is set."""
@@ -45,7 +67,7 @@ def stop_signals() -> Iterator[StopFlag]:
     flag = StopFlag()
 
     def handle(_number: int, _frame: FrameType | None) -> None:
-        flag.set()  # and no logging: the main thread may hold the log's lock right now
+        flag.set_by_signal()  # and no logging: the main thread may hold the log's lock right now
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -135,8 +135,8 @@ class Plan:
             f"{objective.responses_per_prompt} responses",
             f"  directory  {self.directory}",
             f"  storage    {EMBEDDED + ' S3 server, ' if self.embedded else ''}{self.storage.uri}",
-            f"  processes  1 trainer{self._beside_the_trainer()}, {self.searchers} searchers "
-            f"({self.job.spec.searcher.engine.type}), {self.threads} threads each",
+            f"  processes  1 trainer{self._beside_the_trainer()}, {_count(self.searchers, 'searcher')} "
+            f"({self.job.spec.searcher.engine.type}), {_count(self.threads, 'thread')} each",
         ]
         return "\n".join([*lines, *(f"  note       {n}" for n in self.notes)])
 
@@ -193,6 +193,10 @@ def plan(
         fresh=fresh,
         notes=tuple(notes),
     )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def num_cores() -> int:

@@ -109,20 +109,21 @@ def run_searcher(options: SearcherOptions) -> int:
 def await_record(store: ObjectStore, stopped: StopFlag, *, beat: Callable[[], None]) -> RunRecord | None:
     """The bucket's run.json as soon as the trainer has made it; None if stopped before. Raises: StoreUnavailable."""
     waits = 0
-    while not stopped.is_set():
-        beat()
-        found: RunRecord | None = None
-        try:
-            found = find_run_record(store)
-            detail = f"nothing at {store.uri} yet"
-        except AccessDenied as error:  # without the right to list, S3 denies what does not exist
-            detail = str(error)
-        if found is not None:
-            return found
-        if waits % 30 == 0:
-            log.info(DATA_AWAITED, awaited=RUN, detail=detail)
-        waits += 1
-        stopped.wait(_RUN_POLL_SECONDS)
+    with stopped.interruptible():  # storage that does not answer is asked again for minutes
+        while not stopped.is_set():
+            beat()
+            found: RunRecord | None = None
+            try:
+                found = find_run_record(store)
+                detail = f"nothing at {store.uri} yet"
+            except AccessDenied as error:  # without the right to list, S3 denies what does not exist
+                detail = str(error)
+            if found is not None:
+                return found
+            if waits % 30 == 0:
+                log.info(DATA_AWAITED, awaited=RUN, detail=detail)
+            waits += 1
+            stopped.wait(_RUN_POLL_SECONDS)
     return None
 
 
