@@ -248,11 +248,12 @@ async def all_ready(bench: Bench, searchers: int, patience: float) -> None:
     await until("all ready", probe, seconds=patience, every=5.0)
 
 
-async def settle(operator: Operator, jobs: int) -> None:
+async def settle(bench: Bench, operator: Operator) -> None:
     """Until nothing has been written for ten seconds; every trainer is heard once more first, ten a second."""
+    jobs, heard = len(bench.jobs), bench.trainers.asked
     last, since = await operator.scrape(), time.monotonic()
     started = since
-    while time.monotonic() - since < 10:
+    while time.monotonic() - since < 10 or bench.trainers.asked - heard < 1.2 * jobs:
         await asyncio.sleep(2)
         now = await operator.scrape()
         if now.writes != last.writes or now.waiting:
@@ -272,7 +273,7 @@ async def versions(api: Api) -> dict[str, str]:
 
 async def idle(bench: Bench, operator: Operator) -> None:
     """Progress is read and stays the same; every job is looked at again once a minute."""
-    await settle(operator, len(bench.jobs))
+    await settle(bench, operator)
     objects, before, asked = await versions(bench.api), await operator.scrape(), bench.trainers.asked
     await asyncio.sleep(IDLE_SECONDS)
     after, now = await operator.scrape(), await versions(bench.api)
@@ -280,8 +281,9 @@ async def idle(bench: Bench, operator: Operator) -> None:
     minutes = (after.at - before.at) / 60
     passes = after.passes - before.passes
     note = f"{minutes:.1f} minutes, {passes:,.0f} passes, {bench.trainers.asked - asked:,} reads of /progress"
-    written = sum(after.writes.values()) - sum(before.writes.values())
-    bench.row("nothing changes: writes", written, "requests", target="== 0", note=note)
+    written = {key: count - before.writes.get(key, 0) for key, count in after.writes.items()}
+    note += "".join(f", {count:g} x {' '.join(key)}" for key, count in written.items() if count)
+    bench.row("nothing changes: writes", sum(written.values()), "requests", target="== 0", note=note)
     bench.row("nothing changes: changed objects", changed, "objects", target="== 0", note=f"of {len(objects):,}")
     share = (after.cpu - before.cpu) / (after.at - before.at)
     bench.row("nothing changes: processor", share, "cores", note=f"each job looked at every {RESYNC_SECONDS:.0f} s")
@@ -418,7 +420,7 @@ async def progress(bench: Bench, operator: Operator) -> None:
 
 async def restart(bench: Bench, operator: Operator, log: Path, searchers: int, limit: float) -> Operator:
     """A new process on what is there: it looks at everything and has nothing to do."""
-    await settle(operator, len(bench.jobs))
+    await settle(bench, operator)
     objects = await versions(bench.api)
     operator.stop()
     new = Operator(bench.found.kubeconfig, log)
