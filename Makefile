@@ -10,7 +10,7 @@ NODES ?= 2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo demo-seeds test test-unit test-integration test-faults cluster-build cluster-images cluster-up cluster-down cluster-clean test-cluster test-cluster-faults model-check check lock format bench bench-operator clean
+.PHONY: help demo demo-seeds test test-unit test-integration test-faults cluster-build cluster-images cluster-up cluster-down cluster-clean test-cluster test-cluster-failed test-cluster-faults model-check check lock format bench bench-operator clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
@@ -55,6 +55,9 @@ cluster-clean: cluster-down  ## also remove programs and images: 16 GB
 
 test-cluster: $(VENV)/.dev cluster-images  ## the operator on a real cluster, as root; starts one unless `cluster-up` has
 	$(BIN)/python -m pytest tests/cluster -q -m "not faults"
+
+test-cluster-failed: $(VENV)/.dev  ## those of them that failed last time, on a new cluster
+	$(BIN)/python -m pytest tests/cluster -q -m "not faults" --last-failed --last-failed-no-failures none
 
 test-cluster-faults: $(VENV)/.dev cluster-images  ## what a cluster may do to a run, with the timeline (a quarter of an hour)
 	$(BIN)/python -m pytest tests/cluster -q -s -m faults
