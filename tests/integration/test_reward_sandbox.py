@@ -326,7 +326,7 @@ def test_a_pool_left_open_ends_with_its_program(code):
         (Reward(name="gsm9k"), "no such reward.*gsm8k"),
         (Reward(name="gsm8k", parameters={"mood": "strict"}), "'mood'"),
         (Reward(entrypoint="absent_module_z:reward"), "no module 'absent_module_z'"),
-        (Reward(entrypoint="naughty:rewards"), "'rewards' of .*naughty.py"),
+        (Reward(entrypoint="naughty:rewards"), "naughty.py has no function 'rewards'"),
         (Reward(entrypoint="raises:reward"), r"ZeroDivisionError: division by zero \(raises.py:1\)"),
         (Reward(entrypoint="hungry:reward"), "MemoryError"),
         (Reward(config_map_ref=ConfigMapRef(name="code", key="absent.py")), "absent.py"),

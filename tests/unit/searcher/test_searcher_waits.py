@@ -6,6 +6,7 @@ from support.memory_store import MemoryStore
 from tba import telemetry
 from tba.contracts.errors import StoreUnavailable
 from tba.searcher.main import STEP_BUDGET_SECONDS, await_record
+from tba.stop import StopFlag
 from tba.store import AccessDenied
 
 HOUR = 3600.0
@@ -18,10 +19,11 @@ class Clock:
         return self.now
 
 
-class Patience:
+class Patience(StopFlag):
     """A stop flag whose waits take no time but move the clock, asked to stop after an hour."""
 
     def __init__(self, clock: Clock, alive) -> None:
+        super().__init__()
         self.clock, self.alive, self.dead = clock, alive, 0
 
     def is_set(self) -> bool:
