@@ -3,30 +3,15 @@
 PYTHONPATH=workloads:tests python -m pytest tests/gpu/test_ranks.py -q
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.rank_results import RECIPES, largest_difference, run_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="FEWER THAN 2 GPUS: NCCL ranks are untested here")
 
-ROOT = Path(__file__).parents[2]
-PROGRAM = ROOT / "tests/support/rank_runs.py"
-RECIPES = ["plain", "oversized", "one_group", "ratio", "ema", "reset", "clipped", "recomputed", "bfloat16"]
 TOLERANCE = {"bfloat16": 4e-3}
 """Of a master after 4 steps at a learning rate of 1e-3: in bf16 a gradient near 0 may change its sign."""
-
-
-def run(num_ranks: int, folder: Path, *names: str) -> None:
-    paths = [str(ROOT / "workloads"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": ":".join(paths)}
-    argv = [sys.executable, str(PROGRAM), str(num_ranks), str(folder), *names]
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.fixture(scope="module")
@@ -34,20 +19,14 @@ def results(tmp_path_factory):
     """By number of ranks: the folder with each recipe's results."""
     folders = {n: tmp_path_factory.mktemp(f"ranks-{n}") for n in (1, 2)}
     for num_ranks, folder in folders.items():
-        run(num_ranks, folder, *RECIPES)
+        run_ranks(num_ranks, folder, *RECIPES)
     return folders
-
-
-def largest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], prefix: str) -> float:
-    names = [n for n in one if n.startswith(prefix)]
-    assert names and set(names) == {n for n in other if n.startswith(prefix)}
-    return max((one[n].double() - other[n].double()).abs().max().item() for n in names)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_two_gpus_give_the_update_of_one(results, recipe):
     one, two = (load_file(results[n] / f"{recipe}.safetensors") for n in (1, 2))
-    differences = {what: largest(one, two, what) for what in ("master/", "staged/", "ell/", "weights/")}
+    differences = {what: largest_difference(one, two, what) for what in ("master/", "staged/", "ell/", "weights/")}
     print(recipe, differences)
     assert differences["master/"] <= TOLERANCE.get(recipe, 2e-6)
     assert differences["ell/"] <= (0.1 if recipe == "bfloat16" else 1e-4)
@@ -55,9 +34,9 @@ def test_two_gpus_give_the_update_of_one(results, recipe):
 
 def test_a_checkpoint_of_one_gpu_goes_on_with_two_and_theirs_with_one(tmp_path):
     for num_ranks, start in ((1, 0), (2, 2), (1, 4)):
-        run(num_ranks, tmp_path, f"resume:{start}")
+        run_ranks(num_ranks, tmp_path, f"resume:{start}")
     alone = tmp_path / "alone"
     alone.mkdir()
-    run(1, alone, "resume:0", "resume:2", "resume:4")
+    run_ranks(1, alone, "resume:0", "resume:2", "resume:4")
     mixed, never = (load_file(folder / "resume:4.safetensors") for folder in (tmp_path, alone))
-    assert largest(mixed, never, "master/") <= 2e-6
+    assert largest_difference(mixed, never, "master/") <= 2e-6

@@ -10,26 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.rank_results import PROGRAM, RECIPES, largest_difference, rank_environment, run_ranks
 
 from tba.contracts.errors import UserError
 
-ROOT = Path(__file__).parents[3]
-PROGRAM = ROOT / "tests/support/rank_runs.py"
-RECIPES = ["plain", "oversized", "one_group", "ratio", "ema", "reset", "clipped", "recomputed", "bfloat16"]
 TOLERANCE = 1e-6
 ROUNDING = {"bfloat16": 2e-3}
 """A master's step may differ where the sums of bf16 gradients round differently; the learning rate is 1e-3."""
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": f"{ROOT / 'workloads'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    return rank_environment(OMP_NUM_THREADS="1")
 
 
 def run(num_ranks: int, folder: Path, *names: str, code: int = 0) -> str:
-    argv = [sys.executable, str(PROGRAM), str(num_ranks), str(folder), *names]
-    done = subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=280)
-    assert done.returncode == code, done.stderr[-4000:]
-    return done.stderr
+    return run_ranks(num_ranks, folder, *names, code=code, OMP_NUM_THREADS="1")
 
 
 @pytest.fixture(scope="module")
@@ -41,18 +36,12 @@ def results(tmp_path_factory):
     return folders
 
 
-def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], prefix: str) -> float:
-    names = [n for n in one if n.startswith(prefix)]
-    assert names and set(names) == {n for n in other if n.startswith(prefix)}
-    return max((one[n].double() - other[n].double()).abs().max().item() for n in names if one[n].numel())
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_two_ranks_give_the_update_of_one(results, recipe):
     one, two = (load_file(results[n] / f"{recipe}.safetensors") for n in (1, 2))
     allowed = ROUNDING.get(recipe, TOLERANCE)
     for what in ("master/", "staged/", "optimizer/"):
-        assert differences(one, two, what) <= allowed, what
+        assert largest_difference(one, two, what) <= allowed, what
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -60,7 +49,7 @@ def test_two_ranks_report_the_log_ratios_and_weights_of_one(results, recipe):
     one, two = (load_file(results[n] / f"{recipe}.safetensors") for n in (1, 2))
     allowed = 0.05 if recipe == "bfloat16" else 2e-5
     for what in ("ell/", "weights/", "log_z/"):
-        assert differences(one, two, what) <= allowed, what
+        assert largest_difference(one, two, what) <= allowed, what
     losses = [torch.stack([t[:2] for n, t in sorted(r.items()) if n.startswith("numbers/")]) for r in (one, two)]
     torch.testing.assert_close(*losses, rtol=1e-2 if recipe == "bfloat16" else 1e-4, atol=1e-5)
 
@@ -73,7 +62,7 @@ def test_a_checkpoint_of_one_rank_goes_on_with_two_and_their_checkpoint_with_one
     run(1, alone, "resume:0", "resume:2", "resume:4")
     mixed, never = (load_file(folder / "resume:4.safetensors") for folder in (tmp_path, alone))
     for what in ("master/", "optimizer/", "reference/"):
-        assert differences(mixed, never, what) <= TOLERANCE, what
+        assert largest_difference(mixed, never, what) <= TOLERANCE, what
 
 
 def test_ranks_leave_in_order_when_all_is_done(tmp_path):
