@@ -168,7 +168,7 @@ def _on_gpu(engine: config.Engine) -> dict[str, Any]:
 def capture_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes with a CUDA graph, up to `max_num_seqs`, an eighth apart: a batch runs as the next larger.
 
-    A batch above the largest would run without a graph, several times slower.
+    A batch above the largest would run without a graph, every kernel launched from Python.
     """
     sizes = [1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, 512, 32), *range(512, 1025, 64)]
     sizes += range(1024 + 128, max_num_seqs, 128)
@@ -187,7 +187,7 @@ def waiting_requests(max_num_seqs: int) -> int:
 def admissible(*, held: int, running: int, max_num_seqs: int, at_once: int) -> int:
     """How many of the `held` requests vLLM gets before its next step; the others wait for more places to be free.
 
-    A step that admits a prompt runs without a CUDA graph, for all sequences, several times slower; so prompts enter
+    A step that admits a prompt runs without a CUDA graph, for all sequences, every kernel launched from Python; so prompts enter
     `at_once` or more together. Nothing waits for long: places become free with every response, and whatever is held
     enters as soon as `at_once` places are.
     """
@@ -199,8 +199,8 @@ def admitted_at_once(max_num_seqs: int, *, wanted: int | None, only_decoding_has
     """Places that must be free before prompts enter: what the job says, or an eighth where only decoding has graphs.
 
     With an eighth, a sixteenth of the places is empty on average. With N places, e ends a step, a step of G seconds and
-    D more if it admits, the best is e·k with k = (√(D² + 2NDG/e) - D)/G: 130 of 512 for responses of 40 tokens on an
-    H200, where D is 3 G, and 60 for 500 tokens.
+    D more if it admits, the best is e·k with k = (√(D² + 2NDG/e) - D)/G: were D three times G, about 160 of 512
+    for responses of 40 tokens and 50 for 500. An eighth lies between.
     """
     if wanted is None:
         wanted = max_num_seqs // _ADMISSION_SHARE if only_decoding_has_graphs else 1
