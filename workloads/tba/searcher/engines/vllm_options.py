@@ -187,9 +187,9 @@ def waiting_requests(max_num_seqs: int) -> int:
 def admissible(*, held: int, running: int, max_num_seqs: int, at_once: int) -> int:
     """How many of the `held` requests vLLM gets before its next step; the others wait for more places to be free.
 
-    A step that admits a prompt runs without a CUDA graph, for all sequences, every kernel launched from Python; so prompts enter
-    `at_once` or more together. Nothing waits for long: places become free with every response, and whatever is held
-    enters as soon as `at_once` places are.
+    A step that admits a prompt runs without a CUDA graph, for all sequences, each kernel launched from Python; so
+    prompts enter `at_once` or more together. Nothing waits for long: places become free with every response, and
+    whatever is held enters as soon as `at_once` places are.
     """
     free = max_num_seqs - running
     return min(held, free) if free >= at_once or not running else 0
