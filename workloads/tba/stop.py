@@ -40,6 +40,7 @@ class StopFlag:
         """For a handler. Raises: Stopped within `interruptible`."""
         self.set()
         if self._raises:
+            self._raises = False  # once: a second signal must not interrupt the way out
             raise Stopped
 
     @contextmanager
