@@ -10,7 +10,7 @@ NODES ?= 2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo demo-seeds test test-unit test-integration test-faults cluster-build cluster-images cluster-up cluster-down cluster-clean test-cluster test-cluster-failed test-cluster-faults model-check check lock format bench bench-operator clean
+.PHONY: help demo demo-seeds test test-failed test-unit test-integration test-faults cluster-build cluster-images cluster-up cluster-down cluster-clean test-cluster test-cluster-failed test-cluster-faults model-check check lock format bench bench-operator clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
@@ -25,6 +25,9 @@ demo-seeds: $(VENV)/.dev  ## the same for three seeds; fails unless each reaches
 
 test: $(VENV)/.dev check  ## lint, types, import contracts, unit and integration tests
 	$(BIN)/python -m pytest tests/unit tests/integration -q
+
+test-failed: $(VENV)/.dev  ## those of them that failed last time; an error if none did
+	$(BIN)/python -m pytest tests/unit tests/integration -q --last-failed --last-failed-no-failures none
 
 test-unit: $(VENV)/.dev  ## pure logic only
 	$(BIN)/python -m pytest tests/unit -q

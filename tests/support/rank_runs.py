@@ -6,7 +6,7 @@ python rank_runs.py RANKS FOLDER RECIPE...      (rank 0; it starts the others: p
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from support.learning import feed, live_config, make_shard, run_config, tiny_llama
 from support.scoring import tiny
 
+from tba.cli.exit import end_process
 from tba.contracts.config import RunConfig
 from tba.contracts.errors import UserError
 from tba.contracts.records import Lineage
@@ -191,15 +192,22 @@ def refuse(make: Callable[[RunConfig], Learner]) -> None:
     except UserError as error:
         print(error, file=sys.stderr, flush=True)
         time.sleep(3.0)
-        raise SystemExit(error.exit_code) from error
+        end_process(error.exit_code)
 
 
 def serve_told() -> None:
     """As a rank other than 0: with its exit code, and saying whether it has left."""
+
+    def build(assets: Mapping[str, bytes], _trust: bool) -> torch.nn.Module:
+        if not assets:
+            return tiny_llama()
+        sys.setswitchinterval(1000.0)  # starves the threads of its groups until it ends
+        return bloom()
+
     try:
-        serve(join_as_child(), build=lambda assets, _trust: bloom() if assets else tiny_llama())
+        serve(join_as_child(), build=build)
     except UserError as error:
-        raise SystemExit(error.exit_code) from error
+        end_process(error.exit_code)
     print("rank stayed" if torch.distributed.is_initialized() else "rank left", file=sys.stderr, flush=True)
 
 

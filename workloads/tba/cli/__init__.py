@@ -122,7 +122,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _main_of_container(run: Callable[[], Any]) -> NoReturn:
     """The same for what runs as process 1 of a container: SIGTERM counts from the start, and last words are left."""
-    from tba.cli.exit import ending_of, sigterm_unwinds
+    from tba.cli.exit import end_process, ending_of, sigterm_unwinds
     from tba.last_words import leave
 
     def guarded() -> Any:
@@ -131,4 +131,4 @@ def _main_of_container(run: Callable[[], Any]) -> NoReturn:
 
     ending = ending_of(guarded)
     leave(ending.code, ending.message)
-    sys.exit(ending.code)
+    end_process(ending.code)

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 
@@ -86,6 +86,20 @@ def ending_of(body: Callable[[], Any]) -> Ending:
         return Ending(error.code if isinstance(error.code, int) else CRASH)
     except BaseException as error:  # the top of the process
         return Ending(CRASH, _tell_crash(error))
+
+
+def end_process(code: int) -> NoReturn:
+    """Leave with this code, also amid a group of ranks.
+
+    The threads of torch.distributed's groups may still drop tensors, for which they need the interpreter: one that ends
+    before they have done so aborts (134 in place of 64, and a job is tried again that cannot succeed).
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _terminate(_signum: int, _frame: Any) -> None:
