@@ -24,12 +24,16 @@ from typing import Any
 os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # else vLLM looks for an address on the network
 
 import torch
-import trl.experimental.async_grpo.packing as packing  # pyright: ignore[reportMissingImports]
 from bench.gpu import trl_run
 from bench.gpu.varlen import flash_attn_varlen_func
 from torch import Tensor
 from transformers import AutoTokenizer
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer  # pyright: ignore[reportMissingImports]
+from trl.experimental.async_grpo import (  # pyright: ignore[reportMissingImports]
+    AsyncGRPOConfig,
+    AsyncGRPOTrainer,
+    async_grpo_trainer,
+    packing,
+)
 
 from tba.contracts.keys import WeightsKey, new_nonce
 from tba.models import load_model, weight_tensors
@@ -51,7 +55,7 @@ class TorchFlash:
 
 
 class NoTransfer:
-    """On a CPU, for a rehearsal: the server keeps the start's weights."""
+    """For rehearsals on a CPU, where there is no NCCL: the server keeps the start's weights."""
 
     def init_weight_transfer(self) -> None: ...
 
@@ -68,8 +72,9 @@ def main() -> None:
     """Command line."""
     options = trl_run.parse()
     packing._flash_attn = TorchFlash
-    watch = Watch(options)
-    trainer = prepare(options)
+    if not torch.cuda.is_available():
+        async_grpo_trainer.get_peak_flops_per_device = lambda *_: None  # it asks for the GPU's name
+    watch, trainer = Watch(options), prepare(options)
     watch.trainer = trainer
     trainer.add_callback(watch)  # after TRL's own: at a step's end the server has its weights
     trainer.train()
