@@ -125,8 +125,8 @@ def _tail(what: str, log: Path) -> str:
 def async_scheduling(log: Path) -> str:
     """`true` or `false`, from the line that a searcher logs once vLLM has started; nothing if there is none."""
     for line in log.read_text(errors="replace").splitlines():
-        with suppress(ValueError, TypeError):
-            found = json.loads(line)
+        with suppress(ValueError):
+            found = json.loads(line) if MODEL_LOADED in line else {}
             if found.get("event") == MODEL_LOADED and "async_scheduling" in found:
                 return json.dumps(found["async_scheduling"])
     return ""

@@ -34,6 +34,7 @@ from trl.experimental.async_grpo import (  # pyright: ignore[reportMissingImport
     async_grpo_trainer,
     packing,
 )
+from trl.experimental.async_grpo.vllm_client import VLLMClient  # pyright: ignore[reportMissingImports]
 
 from tba.contracts.keys import WeightsKey, new_nonce
 from tba.models import load_model, weight_tensors
@@ -57,7 +58,11 @@ class TorchFlash:
 class NoTransfer:
     """For rehearsals on a CPU, where there is no NCCL: the server keeps the start's weights."""
 
-    def init_weight_transfer(self) -> None: ...
+    def __init__(self, server: str) -> None:
+        self._client = VLLMClient(server)
+
+    def init_weight_transfer(self) -> None:
+        self._client.wait_for_server_ready()
 
     def pause(self) -> None: ...
 
@@ -103,7 +108,7 @@ def prepare(options: argparse.Namespace) -> AsyncGRPOTrainer:
         args=config,
         train_dataset=trl_run.dataset(spec),
         processing_class=tokenizer,
-        weight_transfer=None if torch.cuda.is_available() else NoTransfer(),
+        weight_transfer=None if torch.cuda.is_available() else NoTransfer(options.server),
     )
 
 

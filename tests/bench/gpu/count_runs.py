@@ -64,7 +64,9 @@ class CountRun:
 
     @property
     def steps_per_second(self) -> float:
-        """After the first fifth, which holds every warm-up."""
+        """After the first fifth, which holds every warm-up; of a single step all there is."""
+        if len(self.steps) == 1:
+            return 1 / self.steps[0][0]
         skip = len(self.steps) // 5
         (begun, _), (ended, _) = self.steps[skip], self.steps[-1]
         return (len(self.steps) - 1 - skip) / (ended - begun)

@@ -1,18 +1,21 @@
 """The GRPO-type objective of arm 8, and how a row gets the log-probability of its sampler."""
 
+import dataclasses
 import math
 
 import numpy as np
 import pytest
 import torch
 from bench.gpu.grpo import group_advantages, grpo
-from bench.gpu.grpo_trainer import remember_sampler, response_logprobs
+from bench.gpu.grpo_trainer import GrpoLearner, remember_sampler, response_logprobs
 from hypothesis import given
 from hypothesis import strategies as st
+from support.learning import feed, live_config, make_learner, make_shard, run_config
 
 from tba.contracts.errors import UserError
 from tba.contracts.records import Lineage, Outcome, ShardHeader, Span, Trajectory
 from tba.shards.batch import from_rows
+from tba.trainer import learner
 from tba.trainer.buffer import ReplayBuffer
 from tba.trainer.learner import new_rows
 
@@ -119,3 +122,26 @@ def test_a_row_remembers_its_samplers_log_probability_and_one_without_stays_unkn
         found[made.seq, made.row] = value
     assert found[0, 0] == -1.5 and found[1, 0] == -2.25 and math.isnan(found[0, 1])
     np.testing.assert_array_equal(response_logprobs(shard(0, [None, [-1.0, -0.5]])), np.float32([math.nan, -1.5]))
+
+
+def fed(batch):
+    """Arm 8's learner, with its settings, that has these rows."""
+    config = run_config(parameters={"ratioAlpha": 1.0, "ratioClip": 3.0})
+    made = GrpoLearner(make_learner(config).policy, config)
+    feed(made, batch)
+    return made
+
+
+def test_the_trainers_weights_are_the_ratio_of_the_policy_to_the_sampler_cut_off_at_three(monkeypatch):
+    monkeypatch.setattr(learner, "lookup", lambda _: grpo)
+    batch = make_shard(0, samples=4)
+    first = fed(batch)
+    own = first.policy.reference_logprobs(first.packed(np.arange(len(batch)))).tolist()
+    for factor, expected in ((1.5, 1.5), (0.5, 0.5), (20.0, 3.0)):
+        told = []
+        for i, row in enumerate(map(batch.row, range(len(batch)))):
+            size = len(row.response_tokens)
+            told.append(dataclasses.replace(row, sampler_logprobs=[(own[i] - math.log(factor)) / size] * size))
+        result = fed(from_rows(batch.header, told)).train_step(live_config(), 1)
+        np.testing.assert_allclose(result.weights, expected, rtol=1e-4)
+        assert not result.log_z.any(), "trajectory balance would have estimated one"
