@@ -32,7 +32,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from bench.gpu.count_arms import RUNNERS
-from bench.gpu.count_runs import ARMS, SLOW_TASK, CountRun, append_run, judge, read_runs
+from bench.gpu.count_runs import ARMS, GRPO, SLOW_TASK, CountRun, append_run, judge, read_runs
 from bench.gpu.grading import slow_settings
 from bench.gpu.places import ROOT, tiny_start
 from bench.results import machine, own_command, table, write
@@ -63,7 +63,7 @@ ARM_SETTINGS = {
     6: ["trainer.colocatedSearcher.enabled=true"],
     7: ["searcher.replicas=3"],
     # What the objective of arm 8 needs: see grpo_trainer.py.
-    8: [
+    GRPO: [
         "objective.parameters={ratioAlpha: 1.0, ratioClip: 3.0}",
         "buffer.deduplicate=false",
         "searcher.engine.extraArgs.logprobsShare=1.0",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.busy import Busy
-from bench.gpu.count_runs import ASYNCHRONOUS
+from bench.gpu.count_runs import ASYNCHRONOUS, GRPO
 from bench.gpu.places import JOB
 
 Found = dict[str, Any]
@@ -74,7 +74,7 @@ def run_async(options: argparse.Namespace, arm: int, settings: list[str], gpus: 
 
     # Searchers would answer evaluations on the run's clock; the snapshots are scored afterwards instead.
     without = [*settings, "task.evaluation.prompts=null"]
-    trainer = "bench.gpu.grpo_trainer" if arm == 8 else "tba"
+    trainer = "bench.gpu.grpo_trainer" if arm == GRPO else "tba"
     played = arm_async.play(
         JOB, without, _run_dir(options, folder, "async"), seconds=options.seconds, gpus=gpus, trainer=trainer
     )

@@ -23,7 +23,8 @@ ARMS = {
     8: "ours asynchronous, 1 searcher + 1 trainer, GRPO-type objective",
 }
 
-ASYNCHRONOUS = (5, 6, 7, 8)
+GRPO = 8
+ASYNCHRONOUS = (5, 6, 7, GRPO)
 """Arms whose processes are those of `tba run`."""
 SLOW_TASK = "count-slow"
 """Its rewards wait, so neither the bound nor tau, which know of generating and training alone, says anything there."""

@@ -33,7 +33,7 @@ def remember_sampler(buffer: ReplayBuffer, batch: ShardBatch) -> None:
     new = np.flatnonzero((rows["slot"] >= 0) & np.isnan(rows["mu"]))
     for row, made in zip(new, buffer.trajectory_ids(new), strict=True):
         if (made.incarnation, made.seq) == batch.header.id:
-            buffer.set_mu_logprobs(row, sums[made.row])
+            buffer.set_mu_logprobs(np.array([row]), sums[[made.row]])
 
 
 class GrpoLearner(learner.Learner):
