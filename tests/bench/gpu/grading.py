@@ -2,7 +2,7 @@
 
     computes (`count`)      in place: threads would only take turns
     waits (`count-slow`)    equal answers to a prompt once, and as many calls at a time as one searcher has processes,
-                            shared by all of an arm's processes, so that no arm has more graders than another
+                            shared by all of an arm's processes, at least one each, so that no arm has more than another
 
 Arms of the product (5 to 8) call it through their searchers' processes: arms 6 and 7 have several searchers, hence
 several times as many. Arms 1 and 2 hand each response over as it ends, beside generation. TRL calls its reward function
@@ -26,7 +26,7 @@ Call = tuple[str, str, str | None]
 
 def slow_settings(seconds: float) -> list[str]:
     """Settings of a job whose reward waits."""
-    return [f"task.reward={{entrypoint: '{SLOW}', timeoutSeconds: 60.0, parameters: {{seconds: {seconds}}}}}"]
+    return [f"task.reward={{entrypoint: '{SLOW}', parameters: {{seconds: {seconds}}}}}"]
 
 
 def judge(reward: Reward) -> RewardFunction:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tba.parent import die_with_parent
 from tba.searcher.engines.vllm_options import environment, vllm_options
 
 _OURS = {"load_format", "worker_extension_cls", "seed", "tensor_parallel_size", "trust_remote_code"}
@@ -14,14 +15,19 @@ _OURS = {"load_format", "worker_extension_cls", "seed", "tensor_parallel_size", 
 
 
 def serve(spec: Any, *, port: int, log: Path, env: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-    """Start it, in a group of its own. It serves the start's weights until the trainer sends others."""
+    """Start it, in a group of its own; it ends with this process. It serves the start's weights until others come."""
     cpu = not env["CUDA_VISIBLE_DEVICES"]
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments(spec, port=port, cpu=cpu)]
     # The routes that take weights are of vLLM's development mode; workers meet the trainer on this address.
     own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_HOST_IP": "127.0.0.1"}
     with log.open("wb") as file:
         return subprocess.Popen(
-            argv, env={**environment(cpu=cpu), **env, **own}, stdout=file, stderr=file, start_new_session=True
+            argv,
+            env={**environment(cpu=cpu), **env, **own},
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
         )
 
 
