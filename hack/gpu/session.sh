@@ -54,7 +54,7 @@ pairs() { # pairs SEED...: arms 2 5 6 3 of each seed, one run at a time, while t
   for pass in new failed; do # one that failed is tried again, after all others
     for seed in "$@"; do
       for arm in 2 5 6 3; do
-        mark=$PARTS/pairs-$arm-$seed clock=$PAIR_SECONDS
+        mark=$PARTS/pairs${VARIANT:+-$VARIANT}-$arm-$seed clock=$PAIR_SECONDS
         [ -e "$mark.done" ] && continue
         [ $pass = new ] && [ -e "$mark.tried" ] && continue
         # Beside its clock: start, held-out prompts, end.
@@ -71,7 +71,7 @@ pairs() { # pairs SEED...: arms 2 5 6 3 of each seed, one run at a time, while t
       done
     done
   done
-  for mark in "$PARTS"/pairs-*.tried; do
+  for mark in "$PARTS"/pairs*.tried; do
     [ -e "${mark%.tried}.done" ] || echo "failed: ${mark##*/}"
   done
   echo "pairs: nothing is left of seeds $* but what failed"

@@ -29,7 +29,7 @@ class Sitting:
         bench.chmod(0o755)
         self.kept = folder / "out" / "gpu_count.jsonl"
 
-    def pairs(self, *seeds, limit=585, failing="nothing"):
+    def pairs(self, *seeds, limit=585, failing="nothing", variant=""):
         """(runs of this call, what it said)."""
         log = self.folder / "runs.log"
         log.write_text("")
@@ -71,3 +71,9 @@ def test_a_run_that_failed_is_tried_again_after_all_others(sitting):
     runs, said = sitting.pairs(0, failing="--arms 5 --seeds 0")
     assert runs == [(2, 0), (5, 0), (6, 0), (3, 0), (5, 0)] and "failed: pairs-5-0" in said
     assert sitting.pairs(0)[0] == [(5, 0)]
+
+
+def test_a_variant_is_a_comparison_of_its_own(sitting):
+    sitting.pairs(0)
+    assert len(sitting.pairs(0, variant="second start")[0]) == 4
+    assert sitting.pairs(0, variant="second start")[0] == []
