@@ -38,6 +38,7 @@ class Sitting:
         env |= {
             "RUNS_LOG": str(log),
             "FAILING": failing,
+            "VARIANT": variant,
             "PAIRS_LIMIT": str(limit),
             "PATH": os.environ["PATH"],
             "HOME": str(self.folder),
