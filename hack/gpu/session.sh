@@ -7,6 +7,7 @@ cd "$(dirname "$0")/../.." || exit 1
 source hack/gpu/env.sh
 KEEP=${KEEP:-$HOME/keep} PARTS=${PARTS:-$HOME/parts} START=${START:-$HOME/start}
 SECONDS_A_RUN=${SECONDS_A_RUN:-180}
+PAIR_SECONDS=${PAIR_SECONDS:-60} PAIR_SECONDS_TRL=${PAIR_SECONDS_TRL:-100} PAIRS_LIMIT=${PAIRS_LIMIT:-585}
 RUN_ROOT=${RUN_ROOT:-/dev/shm/tba}
 OUT=${OUT:-$HOME/out}
 mkdir -p "$KEEP" "$PARTS" "$OUT" "$RUN_ROOT"
@@ -48,6 +49,36 @@ count() { # count CARDS LIMIT ARGUMENTS...
     --seconds "$SECONDS_A_RUN" --max-steps 250 --run-root "$RUN_ROOT" --runs "$KEEP/gpu_count.jsonl" -o "$KEEP/gpu_count.json" "$@"
 }
 
+pairs() { # pairs SEED...: arms 2 5 6 3 of each seed, one run at a time, while this call lasts; the next call goes on
+  local pass seed arm mark clock spent
+  for pass in new failed; do # one that failed is tried again, after all others
+    for seed in "$@"; do
+      for arm in 2 5 6 3; do
+        mark=$PARTS/pairs${VARIANT:+-$VARIANT}-$arm-$seed clock=$PAIR_SECONDS
+        [ -e "$mark.done" ] && continue
+        [ $pass = new ] && [ -e "$mark.tried" ] && continue
+        # Beside its clock: start, held-out prompts, end.
+        case $arm in 2) spent=35 ;; 5) spent=55 ;; 6) spent=65 ;; 3) spent=50 clock=$PAIR_SECONDS_TRL ;; esac
+        if ((SECONDS + clock + spent > PAIRS_LIMIT)); then
+          echo "pairs: next is arm $arm, seed $seed: call this again"
+          return
+        fi
+        touch "$mark.tried"
+        SECONDS_A_RUN=$clock count 0,1 "$(least $((clock + spent + 60)) $((PAIRS_LIMIT + 5 - SECONDS)))" \
+          --arms "$arm" --seeds "$seed" --variant "${VARIANT:-}" && touch "$mark.done"
+        rm -rf "${RUN_ROOT:?}"/*
+        cp -f "$KEEP"/* "$OUT"/
+      done
+    done
+  done
+  for mark in "$PARTS"/pairs*.tried; do
+    [ -e "${mark%.tried}.done" ] || echo "failed: ${mark##*/}"
+  done
+  echo "pairs: nothing is left of seeds $* but what failed"
+}
+
+least() { echo $(($1 < $2 ? $1 : $2)); }
+
 case ${1:?stage} in
 first) # the first piece is there: the trainer's bench needs no more, and runs on while the others travel
   hack/gpu/install.sh a || exit 1
@@ -57,7 +88,7 @@ first) # the first piece is there: the trainer's bench needs no more, and runs o
   CUDA_VISIBLE_DEVICES=1 timeout 90 python3 -m bench.gpu.average 1 2 29411 &
   CUDA_VISIBLE_DEVICES=0 timeout 90 python3 -m bench.gpu.average 0 2 29411
   wait
-  setsid nohup "$0" trainer > "$PARTS/background.log" 2>&1 < /dev/null &
+  [ -n "${START_ONLY:-}" ] || setsid nohup "$0" trainer > "$PARTS/background.log" 2>&1 < /dev/null &
   setsid nohup python3 -m compileall -q -j 8 "$VS/site" > /dev/null 2>&1 < /dev/null &
   ;;
 trainer) OUT=$PARTS/none; mkdir -p "$OUT"; trainer_bench ;;
@@ -87,9 +118,9 @@ async) # arm 5 on both cards, then two seeds of arm 1, a card each
   count 1 280 --arms 1 --seeds "${3:-1}" &
   wait
   ;;
-pairs) # arms 2 and 3 on both cards
-  count 0,1 280 --arms 2 --seeds "${2:-0}"
-  count 0,1 290 --arms 3 --seeds "${2:-0}"
+pairs) # what the headline compares, on both cards: session.sh pairs SEED...
+  shift
+  pairs "${@:-0}"
   ;;
 lag) # cells of the study of stale data, side by side on the first card: session.sh lag LIMIT ARGUMENTS...
   limit=${2:?limit}

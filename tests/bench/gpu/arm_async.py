@@ -1,4 +1,4 @@
-"""Arms 5 to 7: the real processes of `tba run`, each on its own card, and their snapshots scored afterwards.
+"""Arms 5 to 8: the real processes of `tba run`, each on its own card, and their snapshots scored afterwards.
 
 start trainer (GPU 0) and searcher (GPU 1) ─► clock starts when the searcher has weights ─► SIGTERM ─► history
                                                    └─► score_snapshots (own process): every tenth version
@@ -13,7 +13,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tba.cli.local_plan import plan
 from tba.cli.local_run import free_port
 from tba.contracts.keys import MANIFEST, WEIGHTS, WeightsKey
 from tba.contracts.runfile import write_config
-from tba.log import POLICY_SWAPPED
+from tba.log import MODEL_LOADED, POLICY_SWAPPED
 from tba.report.history import History, read_history
 from tba.store import open_store
 
@@ -43,12 +44,16 @@ class Played:
     ended: float
     busy: object
     uri: str
+    async_scheduling: dict[str, str]
+    """By process, what its engine says of it when it has its model; other engines than vLLM say nothing."""
 
 
-def play(job_file: Path, settings: list[str], run_dir: Path, *, seconds: float, gpus: list[str]) -> Played:
+def play(
+    job_file: Path, settings: list[str], run_dir: Path, *, seconds: float, gpus: list[str], trainer: str = "tba"
+) -> Played:
     """Run trainer and searchers for `seconds` after the first weights arrived, or until the run is complete.
 
-    `gpus`: of the trainer, then of each searcher in turn; "" hides all of them.
+    `gpus`: of the trainer, then of each searcher in turn; "" hides all of them. `trainer`: the module of its command.
     Raises: RuntimeError with the end of a log if a process dies or none gets weights.
     """
     planned = plan(
@@ -61,10 +66,12 @@ def play(job_file: Path, settings: list[str], run_dir: Path, *, seconds: float, 
         can_run_vllm=lambda: True,  # another engine in its place would be another arm
     )
     write_config(planned.config_directory, planned.job, base_dir=str(job_file.resolve().parent))
-    trainer, searchers = planned.programs(port=free_port(), environment={})
+    port = free_port()
+    first, _ = replace(planned, command=(sys.executable, "-m", trainer)).programs(port=port, environment={})
+    _, searchers = planned.programs(port=port, environment={})
     running: list[tuple[subprocess.Popen[bytes], Path]] = []
     busy = Busy(sorted({int(g) for g in gpus if g}))
-    for i, program in enumerate((trainer, *searchers)):
+    for i, program in enumerate((first, *searchers)):
         program.log.parent.mkdir(parents=True, exist_ok=True)
         card = {"CUDA_VISIBLE_DEVICES": gpus[min(i, len(gpus) - 1)]}
         with program.log.open("ab") as log:
@@ -84,8 +91,14 @@ def play(job_file: Path, settings: list[str], run_dir: Path, *, seconds: float, 
     finally:
         _stop(running)
         busy.close()
-    store = open_store(planned.storage.uri)
-    return Played(read_history(store), started, ended, busy.mean(started, ended) or busy.problem, planned.storage.uri)
+    return Played(
+        read_history(open_store(planned.storage.uri)),
+        started,
+        ended,
+        busy.mean(started, ended) or busy.problem,
+        planned.storage.uri,
+        {log.stem: told for log in sorted((run_dir / "logs").glob("*.log")) if (told := async_scheduling(log))},
+    )
 
 
 def _await_weights(running: list[tuple[subprocess.Popen[bytes], Path]]) -> float:
@@ -107,6 +120,16 @@ def _refuse_dead(running: list[tuple[subprocess.Popen[bytes], Path]]) -> None:
 
 def _tail(what: str, log: Path) -> str:
     return f"{what}: {log.read_text(errors='replace')[-3000:]}"
+
+
+def async_scheduling(log: Path) -> str:
+    """`true` or `false`, from the line that a searcher logs once vLLM has started; nothing if there is none."""
+    for line in log.read_text(errors="replace").splitlines():
+        with suppress(ValueError):
+            found = json.loads(line) if MODEL_LOADED in line else {}
+            if found.get("event") == MODEL_LOADED and "async_scheduling" in found:
+                return json.dumps(found["async_scheduling"])
+    return ""
 
 
 def _stop(running: list[tuple[subprocess.Popen[bytes], Path]]) -> None:
@@ -133,10 +156,10 @@ def score_snapshots(job_file: Path, settings: list[str], uri: str, *, every: int
 
 def _score(job_file: Path, settings: list[str], uri: str, every: int) -> dict[int, float]:
     from bench.gpu import held_out
+    from bench.gpu.grading import judge
     from bench.gpu.sync_loop import load_prompts
 
     from tba.models import load_model
-    from tba.rewards import lookup
     from tba.searcher.engines import build
     from tba.snapshots import SnapshotFetcher
 
@@ -148,7 +171,7 @@ def _score(job_file: Path, settings: list[str], uri: str, every: int) -> dict[in
         prompts = load_prompts(evaluation.prompts, tokenizer, config, Path(folder), evaluation.max_prompts)
     store, fetch = open_store(uri), SnapshotFetcher()
     engine = build(spec.searcher.engine, model=config.model)
-    reward = lookup(config.task.reward.name or "")
+    reward = judge(config.task.reward)
     found: dict[int, float] = {}
     keys = (WeightsKey.parse(i.key) for i in store.list_after(WEIGHTS) if i.key.endswith(MANIFEST))
     for key in sorted(keys, key=lambda k: k.version):
@@ -187,7 +210,9 @@ def outcome(played: Played, scores: dict[int, float]) -> dict[str, Any]:
         "searcher loads s": searcher.get("load_seconds", 0.0),
         "searcher waits s": sum(v for k, v in searcher.items() if k.startswith("wait_") and "idle" not in k),
         "GPU busy, %": played.busy or "no sample",
+        "async_scheduling": ", ".join(f"{k}: {v}" for k, v in played.async_scheduling.items()) or "not told",
     }
+    print(f"async_scheduling: {facts['async_scheduling']}", flush=True)
     return {
         "steps": [(r.time - played.started, r.reward_mean) for r in rows],
         "held_out": sorted((step, at[step], score) for step, score in scores.items() if step in at),

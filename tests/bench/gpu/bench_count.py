@@ -1,8 +1,13 @@
 """Time to reward on `count`: arms by number, resumable by (task, arm, seed), all from one start folder.
 
     1 own synchronous loop, 1 GPU        2 the same on 2 GPUs, data-parallel
-    3 TRL GRPO, 2 GPUs colocated         5 ours asynchronous, 1 searcher + 1 trainer
+    3 TRL GRPO, 2 GPUs colocated         4 TRL AsyncGRPO, 1 engine + 1 trainer
+    5 ours asynchronous, 1 searcher + 1 trainer
     6 the same, and the trainer hosts another searcher       7 ours asynchronous, 3 searchers + 1 trainer (4 GPUs)
+    8 as 5 with a GRPO-type objective: the system against the objective
+
+`--task count-slow`: as `count`, and each reward takes 200 ms, as a remote grader's would; how each arm calls it is in
+grading.py.
 
 PYTHONPATH=workloads:tests python tests/bench/gpu/bench_count.py --start examples/count/build --arms 5 1 --seeds 0 1 2
 PYTHONPATH=workloads:tests python tests/bench/gpu/bench_count.py --rehearse       (a minute, on a CPU)
@@ -17,24 +22,53 @@ is on no arm's clock. `--set path=value` changes the job of every arm; name the 
 """
 
 import argparse
-import json
-import os
 import subprocess
-import sys
 import tempfile
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-from bench.gpu.count_runs import ARMS, ASYNCHRONOUS, CountRun, append_run, judge, read_runs
-from bench.gpu.places import JOB, ROOT, tiny_start
+from bench.gpu.count_arms import RUNNERS
+from bench.gpu.count_runs import ARMS, GRPO, SLOW_TASK, CountRun, append_run, judge, read_runs
+from bench.gpu.grading import slow_settings
+from bench.gpu.places import ROOT, tiny_start
 from bench.results import machine, own_command, table, write
 
 RESULTS = ROOT / "docs" / "results"
-LIMITS = {"count": (256, 512), "count-long": (512, 768), "count-short": (64, 256)}
-"""Response tokens, prompt and response tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a run is about."""
+
+    items: str
+    """Name of its items in examples/count/count_task.py."""
+    max_tokens: int
+    """Of a response."""
+    max_model_len: int
+    """Of prompt and response."""
+    settings: tuple[str, ...] = ()
+
+
+TASKS = {
+    "count": Task("count", 256, 512),
+    "count-long": Task("count-long", 512, 768),
+    "count-short": Task("count-short", 64, 256),
+    SLOW_TASK: Task("count", 256, 512, tuple(slow_settings(0.2))),
+}
+ARM_SETTINGS = {
+    6: ["trainer.colocatedSearcher.enabled=true"],
+    7: ["searcher.replicas=3"],
+    # What the objective of arm 8 needs: see grpo_trainer.py.
+    GRPO: [
+        "objective.parameters={ratioAlpha: 1.0, ratioClip: 3.0}",
+        "buffer.deduplicate=false",
+        "searcher.engine.extraArgs.logprobsShare=1.0",
+    ],
+}
 REHEARSAL = [
     "objective.promptsPerBatch=4",
     "objective.responsesPerPrompt=4",
@@ -45,6 +79,7 @@ REHEARSAL = [
     "searcher.engine.type=transformers",
     "searcher.engine.maxNumSeqs=16",
     "model.dtype=float32",
+    "searcher.engine.extraArgs={}",
 ]
 
 
@@ -52,7 +87,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--start", type=Path, help="what examples/count/make_start.py made")
-    parser.add_argument("--task", choices=list(LIMITS), default="count")
+    parser.add_argument("--task", choices=list(TASKS), default="count")
     parser.add_argument("--arms", type=int, nargs="+", choices=list(ARMS), default=[5, 1, 2, 3])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--seconds", type=float, default=200.0, help="of a run, evaluations left out")
@@ -85,9 +120,12 @@ def main() -> None:
 
 def rehearse(options: argparse.Namespace, folder: Path) -> None:
     """Small enough for a minute, and away from the real results."""
-    options.start = tiny_start(folder / "start", task=options.task)
+    options.start = tiny_start(folder / "start", task=TASKS[options.task].items)
     options.settings = REHEARSAL + options.settings
-    options.arms = [a for a in options.arms if a != 3]  # the peer has no CPU engine worth a rehearsal
+    # Arm 3 has its engine in a process with CUDA; arm 4 is rehearsed where TRL is, with vLLM for CPUs: two minutes.
+    unable = {3} if find_spec("trl") else {3, 4}
+    print(f"not rehearsed here: {sorted(unable & set(options.arms))}", flush=True)
+    options.arms = [arm for arm in options.arms if arm not in unable]
     options.seconds, options.max_steps, options.evaluate_every, options.gpus = 8.0, 4, 2, ""
     options.runs, options.output = folder / "runs.jsonl", folder / "rows.json"
 
@@ -120,8 +158,7 @@ def run_one(options: argparse.Namespace, arm: int, seed: int, folder: Path) -> C
     """One run. Raises: RuntimeError, CalledProcessError if a process of it fails."""
     settings = job_settings(options, arm, seed)
     gpus = options.gpus.split(",")
-    runners = {1: run_sync, 2: run_sync, 3: run_trl} | dict.fromkeys(ASYNCHRONOUS, run_async)
-    found = runners[arm](options, arm, settings, gpus, folder)
+    found = RUNNERS[arm](options, arm, settings, gpus, folder)
     return CountRun(
         task=options.task,
         arm=arm,
@@ -139,88 +176,23 @@ def run_one(options: argparse.Namespace, arm: int, seed: int, folder: Path) -> C
 def job_settings(options: argparse.Namespace, arm: int, seed: int) -> list[str]:
     """Overrides of examples/count.yaml; what the user sets comes last and wins."""
     start = options.start.resolve()
-    max_tokens, max_model_len = LIMITS[options.task]
+    task = TASKS[options.task]
     return [
         f"model.uri=file://{start / 'start'}",
-        f"model.maxModelLen={max_model_len}",
+        f"model.maxModelLen={task.max_model_len}",
         f"task.prompts.uri=file://{start / 'train.jsonl'}",
         f"task.evaluation.prompts.uri=file://{start / 'test.jsonl'}",
         f"task.evaluation.everySteps={10**6}",
-        f"task.sampling.maxTokens={max_tokens}",
+        f"task.sampling.maxTokens={task.max_tokens}",
         f"objective.seed={seed}",
         f"objective.totalSteps={options.max_steps}",
         f"storage.checkpoints.everySteps={options.max_steps}",
         # Colocated arms share a card with the trainer.
-        f"searcher.engine.gpuMemoryUtilization={0.85 if arm in (5, 7) else 0.3}",
-        *({6: ["trainer.colocatedSearcher.enabled=true"], 7: ["searcher.replicas=3"]}.get(arm, [])),
+        f"searcher.engine.gpuMemoryUtilization={0.85 if arm in (4, 5, 7, 8) else 0.3}",
+        *task.settings,
+        *ARM_SETTINGS.get(arm, []),
         *options.settings,
     ]
-
-
-def run_sync(
-    options: argparse.Namespace, arm: int, settings: list[str], gpus: list[str], folder: Path
-) -> dict[str, Any]:
-    """Arms 1 and 2: a process a card."""
-    from tba.cli.local_run import free_port
-
-    world, port, result = (1 if arm == 1 else 2), free_port(), folder / f"sync-{time.monotonic_ns()}.json"
-    children = []
-    for rank in range(world):
-        argv = [sys.executable, "-m", "bench.gpu.arm_sync", "--job", str(JOB), "--result", str(result)]
-        argv += ["--rank", str(rank), "--world", str(world), "--port", str(port)]
-        argv += ["--seconds", str(options.seconds), "--max-steps", str(options.max_steps)]
-        argv += ["--evaluate-every", str(options.evaluate_every), "--cards", *filter(None, gpus[:world])]
-        for setting in settings:
-            argv += ["--set", setting]
-        children.append(subprocess.Popen(argv, env={**os.environ, "CUDA_VISIBLE_DEVICES": gpus[rank % len(gpus)]}))
-    return _await(children, result)
-
-
-def run_trl(
-    options: argparse.Namespace, arm: int, settings: list[str], gpus: list[str], folder: Path
-) -> dict[str, Any]:
-    """Arm 3: TRL in its own two processes."""
-    result = folder / f"trl-{time.monotonic_ns()}.json"
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={len(gpus)}"]
-    argv += ["-m", "bench.gpu.arm_trl", "--job", str(JOB), "--result", str(result), "--task", options.task]
-    argv += ["--seconds", str(options.seconds), "--max-steps", str(options.max_steps)]
-    argv += ["--evaluate-every", str(options.evaluate_every)]
-    for setting in settings:
-        argv += ["--set", setting]
-    child = subprocess.Popen(argv, env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)})
-    return _await([child], result)
-
-
-def _await(children: list[subprocess.Popen[bytes]], result: Path) -> dict[str, Any]:
-    """Until all have ended, or one has failed: then the others wait for it in vain."""
-    try:
-        while any(child.poll() is None for child in children):
-            if any(child.poll() not in (None, 0) for child in children):
-                break
-            time.sleep(0.2)
-    finally:
-        for child in children:
-            if child.poll() is None:
-                child.kill()
-            child.wait()
-    codes = [child.returncode for child in children]
-    if not result.exists():
-        raise RuntimeError(f"the processes ended with {codes} and left no result: their output is above")
-    return json.loads(result.read_text())
-
-
-def run_async(
-    options: argparse.Namespace, arm: int, settings: list[str], gpus: list[str], folder: Path
-) -> dict[str, Any]:
-    """Arms 5 to 7: the trainer on the first card, searchers on the others."""
-    from bench.gpu import arm_async
-
-    run_dir = (options.run_root or folder) / f"async-{time.monotonic_ns()}"
-    # Searchers would answer evaluations on the run's clock; the snapshots are scored afterwards instead.
-    without = [*settings, "task.evaluation.prompts=null"]
-    played = arm_async.play(JOB, without, run_dir, seconds=options.seconds, gpus=gpus)
-    scores = arm_async.score_snapshots(JOB, settings, played.uri, every=options.evaluate_every, gpu=gpus[0])
-    return arm_async.outcome(played, scores)
 
 
 def cards_of() -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu import feed
-from bench.gpu.places import in_child, tiny_start
+from bench.gpu.places import flags, in_child, tiny_start
 from bench.results import Row, own_command, record, table, write
 
 
@@ -64,11 +64,8 @@ def in_process(options: argparse.Namespace, arm: str) -> list[dict[str, Any]]:
     """One arm in a process of its own; what it measured, a dict a repetition."""
     names = ("task", "prompts", "samples", "max_tokens", "max_model_len", "max_num_seqs", "utilization")
     names += ("swap_seconds", "repetitions", "engine", "model")
-    argv = [__file__, "--arm", arm]
-    for name in names:
-        argv += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     started = time.monotonic()
-    found = in_child(argv)
+    found = in_child([__file__, "--arm", arm, *flags(options, names)])
     rates = ", ".join(f"{r['tokens'] / r['seconds']:,.0f}" for r in found)
     print(f"{arm}: {rates} tokens/s; {time.monotonic() - started:.0f} s with its start", flush=True)
     return found

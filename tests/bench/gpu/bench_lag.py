@@ -29,7 +29,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bench.gpu.bench_count import REHEARSAL, cards_of, job_settings
-from bench.gpu.count_runs import ASYNCHRONOUS
+from bench.gpu.count_runs import ASYNCHRONOUS, GRPO
 from bench.gpu.count_runs import read_runs as read_count_runs
 from bench.gpu.curves import THRESHOLDS, Point, eta, reach
 from bench.gpu.places import JOB, ROOT, tiny_start
@@ -168,7 +168,8 @@ def read_runs(path: Path) -> list[LagRun]:
 
 def asynchronous(path: Path) -> list[LagRun]:
     """Arms 5 to 7 of bench_count.py, a cell for each variant; its mean staleness is told."""
-    found = [run for run in read_count_runs(path) if run.arm in ASYNCHRONOUS and run.task == "count"]
+    arms = set(ASYNCHRONOUS) - {GRPO}  # of which another objective says nothing
+    found = [run for run in read_count_runs(path) if run.arm in arms and run.task == "count"]
     cells = dict.fromkeys(run.variant for run in found)
     lags = {v: statistics.mean(float(str(r.facts["mean staleness"])) for r in found if r.variant == v) for v in cells}
     return [

@@ -3,6 +3,8 @@
     stage ─► publish (serialise, hash, upload, manifest) ─► fetch (download, verify) ─► engine.load
     limit of the link: the same bytes put as plain objects and read into a buffer, in the same run
 
+Each `--what` in a process of its own: two vLLM engines in one crash when the second captures its CUDA graphs.
+
 Deltas: AdamW steps on real gradients (worked answers of `count`) after a warm-up of the moments, encoded as a trainer
 does. A random model gives no meaningful deltas: of its shape only full snapshots are measured.
 
@@ -11,6 +13,8 @@ PYTHONPATH=workloads:tests python tests/bench/gpu/bench_sync.py --rehearse
 """
 
 import argparse
+import json
+import os
 import statistics
 import tempfile
 import time
@@ -20,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.gpu.places import count_task, tiny_start
+from bench.gpu.places import count_task, flags, in_child, tiny_start
 from bench.gpu.weights import load, random_assets, random_model, staged
 from bench.results import Row, own_command, record, table, write
 from torch import Tensor
@@ -37,6 +41,9 @@ from tba.store import ObjectStore, open_store
 _LINK_PART_BYTES = 64 * 2**20
 WARM_UP_STEPS = 10
 MAX_MODEL_LEN = 512
+PASSED_ON = ("model", "store", "folder", "engine", "utilization", "repetitions", "learning_rates", "intervals")
+Found = dict[str, Any]
+"""What a part measured: seconds by name, bytes."""
 
 
 def main() -> None:
@@ -47,7 +54,7 @@ def main() -> None:
         "--what",
         nargs="+",
         default=["model", "deltas", "1.5b"],
-        help="full snapshots of the model, its deltas, full snapshots of a random model; one engine a process",
+        help="full snapshots of the model, its deltas, full snapshots of a random model",
     )
     parser.add_argument("--store", choices=["file", "s3"], default="file")
     parser.add_argument("--folder", type=Path, help="of the store; default: a temporary one")
@@ -58,6 +65,8 @@ def main() -> None:
     parser.add_argument("--intervals", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         if options.rehearse:
@@ -66,11 +75,16 @@ def main() -> None:
             options.intervals, options.learning_rates = [1, 2], [1e-6, 1e-3]
         if options.model is None:
             parser.error("name --model, or --rehearse")
-        with opened(options, Path(folder)) as store:
-            rows = measure(options, store)
+        if options.part:
+            with opened(options, Path(folder)) as store:
+                options.result.write_text(json.dumps(measure(options, store)))
+            return
+        rows: list[Row] = []
+        for what in options.what:  # written after each, so that a sitting cut short leaves what it measured
+            rows += rows_of(options, what, in_child([__file__, "--part", what, *flags(options, PASSED_ON)]))
+            if options.output:
+                write(rows, options.output)
     print(table(rows))
-    if options.output:
-        write(rows, options.output)
 
 
 @contextmanager
@@ -79,8 +93,6 @@ def opened(options: argparse.Namespace, folder: Path) -> Iterator[ObjectStore]:
     if options.store == "file":
         yield open_store(f"file://{folder / 'store'}")
         return
-    import os
-
     from tba.store.serve import EmbeddedServer
 
     with EmbeddedServer(folder / "server") as server:
@@ -88,26 +100,28 @@ def opened(options: argparse.Namespace, folder: Path) -> Iterator[ObjectStore]:
         yield open_store("s3://tba/bench", endpoint=server.endpoint)
 
 
-def measure(options: argparse.Namespace, store: ObjectStore) -> list[Row]:
-    """All rows."""
+def measure(options: argparse.Namespace, store: ObjectStore) -> list[Found]:
+    """One part."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows: list[Row] = []
-    if {"model", "deltas"} & set(options.what):
-        loaded = load(options.model, max_model_len=MAX_MODEL_LEN, dtype="bfloat16")
-        model = loaded.model.to(device)
-        rows += full_rows(options, store, options.model.name, model, loaded.assets) if "model" in options.what else []
-        rows += delta_rows(options, store, model, loaded) if "deltas" in options.what else []
-    for shape in options.what:
-        if shape not in ("model", "deltas"):
-            made = random_model(shape, device=device, dtype=torch.bfloat16)
-            rows += full_rows(options, store, shape, made, random_assets(shape, options.model))
-    return rows
+    if options.part not in ("model", "deltas"):
+        made = random_model(options.part, device=device, dtype=torch.bfloat16)
+        return [measure_full(options, store, made, random_assets(options.part, options.model))]
+    loaded = load(options.model, max_model_len=MAX_MODEL_LEN, dtype="bfloat16")
+    model = loaded.model.to(device)
+    if options.part == "model":
+        return [measure_full(options, store, model, loaded.assets)]
+    return measure_deltas(options, store, model, loaded)
 
 
-def full_rows(
-    options: argparse.Namespace, store: ObjectStore, name: str, model: Any, assets: Mapping[str, bytes]
-) -> list[Row]:
-    """Publish, fetch, swap: seconds of each, against the link's own speed."""
+def rows_of(options: argparse.Namespace, what: str, found: list[Found]) -> list[Row]:
+    """Rows for docs/results of one part."""
+    if what == "deltas":
+        return [delta_row(one) for one in found]
+    return [full_row(options, options.model.name if what == "model" else what, one) for one in found]
+
+
+def measure_full(options: argparse.Namespace, store: ObjectStore, model: Any, assets: Mapping[str, bytes]) -> Found:
+    """Publish, fetch, swap: seconds of each, and of the link itself."""
     engine = None if options.engine == "none" else build(
         Engine(type=options.engine, gpu_memory_utilization=options.utilization, max_num_seqs=64),
         model=Model(uri="file:///none", dtype="bfloat16", max_model_len=MAX_MODEL_LEN),
@@ -131,6 +145,12 @@ def full_rows(
         remove(store, "weights/")
     if engine:
         engine.close()
+    return {"parts": parts, "bytes": total}
+
+
+def full_row(options: argparse.Namespace, name: str, found: Found) -> Row:
+    """Publish to swapped, against the link's own speed."""
+    parts, total = found["parts"], found["bytes"]
     runs = [p + f + s for p, f, s in zip(parts["publish"], parts["fetch"], parts["load"], strict=True)]
     medians = {what: statistics.median(v) for what, v in parts.items()}
     note = (
@@ -138,12 +158,10 @@ def full_rows(
         + ", ".join(f"{what} {took:.3f} s" for what, took in medians.items() if what != "link")
         + f"; the link, put and get: {2 * total / medians['link'] / 1e9:.2f} GB/s"
     )
-    return [
-        record(
-            "perf", "gpu_sync", f"{name}: full snapshot, publish to swapped", statistics.median(runs), "s",
-            baseline=("the link", medians["link"]), target="<= 1.5", runs=runs, command=command(), note=note,
-        )
-    ]  # fmt: skip
+    return record(
+        "perf", "gpu_sync", f"{name}: full snapshot, publish to swapped", statistics.median(runs), "s",
+        baseline=("the link", medians["link"]), target="<= 1.5", runs=runs, command=command(), note=note,
+    )  # fmt: skip
 
 
 def link_seconds(store: ObjectStore, size: int) -> float:
@@ -160,10 +178,10 @@ def link_seconds(store: ObjectStore, size: int) -> float:
     return seconds * size / (len(names) * len(buffer))
 
 
-def delta_rows(options: argparse.Namespace, store: ObjectStore, model: Any, loaded: Any) -> list[Row]:
-    """Bytes of a delta over those of a full snapshot."""
+def measure_deltas(options: argparse.Namespace, store: ObjectStore, model: Any, loaded: Any) -> list[Found]:
+    """Bytes of a delta over those of a full snapshot, by learning rate and interval."""
     start = {n: t.detach().clone() for n, t in model.state_dict().items()}
-    rows = []
+    found: list[Found] = []
     for rate in options.learning_rates:
         model.load_state_dict(start)
         train = trainer(model, loaded.tokenizer, rate)
@@ -192,18 +210,23 @@ def delta_rows(options: argparse.Namespace, store: ObjectStore, model: Any, load
                 _, took = clocked(lambda s=second, f=fetcher: f(store, s.path))
                 fetch.append(took)
                 remove(store, "weights/")
-            note = (
-                f"{full / 1e9:.2f} GB full; encode {statistics.median(encode):.3f} s, fetch and apply "
-                f"{statistics.median(fetch):.3f} s; AdamW after {WARM_UP_STEPS} steps on worked answers"
-            )
-            target = "<= 0.1" if rate <= 1e-6 and interval == 1 else None
-            rows.append(
-                record(
-                    "perf", "gpu_sync", f"delta bytes / full, lr {rate:g}, k {interval}", statistics.median(ratios),
-                    "of a full snapshot", target=target, runs=ratios, command=command(), note=note,
-                )
-            )  # fmt: skip
-    return rows
+            times = {"encode": encode, "fetch": fetch}
+            found.append({"rate": rate, "interval": interval, "bytes": full, "ratios": ratios, **times})
+    return found
+
+
+def delta_row(found: Found) -> Row:
+    """Bytes of a delta over those of a full snapshot, of one rate and interval."""
+    rate, interval = found["rate"], found["interval"]
+    note = (
+        f"{found['bytes'] / 1e9:.2f} GB full; encode {statistics.median(found['encode']):.3f} s, fetch and apply "
+        f"{statistics.median(found['fetch']):.3f} s; AdamW after {WARM_UP_STEPS} steps on worked answers"
+    )
+    return record(
+        "perf", "gpu_sync", f"delta bytes / full, lr {rate:g}, k {interval}", statistics.median(found["ratios"]),
+        "of a full snapshot", target="<= 0.1" if rate <= 1e-6 and interval == 1 else None, runs=found["ratios"],
+        command=command(), note=note,
+    )  # fmt: skip
 
 
 def trainer(model: Any, tokenizer: Any, rate: float) -> Iterator[None]:

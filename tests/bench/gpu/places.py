@@ -1,5 +1,6 @@
 """Where the benches find what is not theirs: the task `count`, a start folder to rehearse with, processes of arms."""
 
+import argparse
 import importlib.util
 import json
 import subprocess
@@ -33,6 +34,16 @@ def tiny_start(folder: Path, *, task: str = "count", train_prompts: int = 64, he
     make += ["--train-prompts", str(train_prompts), "--held-out", str(held_out), "-o", str(folder)]
     subprocess.run(make, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return folder
+
+
+def flags(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    """Options as a command line has them, for a bench that starts itself: `--name value ...`; None is left out."""
+    argv: list[str] = []
+    for name in names:
+        value = getattr(options, name)
+        if value is not None:
+            argv += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
+    return argv
 
 
 def in_child(argv: Sequence[str], *, env: Mapping[str, str] | None = None, quiet: bool = False) -> Any:

@@ -23,6 +23,7 @@ import torch
 from bench.gpu import held_out
 from bench.gpu.average import AveragingOptimizer, Ranks
 from bench.gpu.curves import Costs, Point
+from bench.gpu.grading import Graders, judge
 from bench.gpu.weights import in_memory_snapshot, staged
 
 from tba.contracts.config import LiveConfig, RunConfig
@@ -32,8 +33,7 @@ from tba.contracts.records import Outcome, ShardHeader
 from tba.models import load_model
 from tba.prompts import PromptSet, PromptWalk, load_prompt_set, materialize
 from tba.protocol.bookkeeping import Bookkeeping
-from tba.rewards import lookup
-from tba.searcher.engines import Engine, build
+from tba.searcher.engines import Engine, Response, build
 from tba.searcher.work import Settled, Visit, make_request, request_seed
 from tba.shards.batch import from_rows
 from tba.store import open_store
@@ -98,7 +98,8 @@ class SyncLoop:
                 (config.task.evaluation.prompts, config.task.evaluation.max_prompts),
             )
         )
-        self._reward = lookup(config.task.reward.name or "")
+        self._graders = Graders(config.task.reward, processes=ranks.world)
+        self._judge = judge(config.task.reward)
         self._walk = PromptWalk(len(self._train), config.objective.seed, f"{ranks.rank}")
         self.engine: Engine = build(spec.searcher.engine, model=config.model)
         first = staged(loaded.model, DTYPES[config.model.dtype])
@@ -178,12 +179,13 @@ class SyncLoop:
         return StepCost(generated - started, trained - generated, switched - trained, int(tokens)), reward
 
     def generate(self, num_prompts: int) -> list[Visit]:
-        """A visit to each of the walk's next prompts, scored. Returns when the last response is done."""
+        """A visit to each of the walk's next prompts. Returns when the last response is there and scored."""
         size, temperature = self._config.objective.responses_per_prompt, self._config.task.sampling.temperature
         visits: list[Visit] = []
         for _ in range(num_prompts):
             visits.append(Visit(self._visit, next(self._walk), size, self._train, temperature))
             self._visit += 1
+        ended: list[tuple[Response, Callable[[], float]]] = []
         waiting = [(v, j) for v in range(num_prompts) for j in range(size)][::-1]
         while waiting or self.engine.in_flight:
             while waiting and self.engine.in_flight < self.engine.capacity:
@@ -191,10 +193,13 @@ class SyncLoop:
                 seed = request_seed(self._config.objective.seed, self._incarnation, visits[v].number, j)
                 self._submit(v * size + j, visits[v].prompt, seed)
             for response in self.engine.step():
-                visit = visits[response.id // size]
-                text = self.engine.decode(response.tokens)
-                reward = self._reward(self._train.texts[visit.prompt], text, self._train.answers[visit.prompt])
-                visit.settle(response.id % size, response, Settled(Outcome.SCORED, reward))
+                prompt, text = visits[response.id // size].prompt, self.engine.decode(response.tokens)
+                ended.append(
+                    (response, self._graders.submit(self._train.texts[prompt], text, self._train.answers[prompt]))
+                )
+        for response, reward in ended:
+            visits[response.id // size].settle(response.id % size, response, Settled(Outcome.SCORED, reward()))
+        self._graders.forget()
         return visits
 
     def full_rate(self, *, batches: int = 6) -> float:
@@ -240,7 +245,7 @@ class SyncLoop:
         """Held-out score of the engine's weights, over all ranks."""
         ranks = self._ranks
         total, count = held_out.score(
-            self.engine, self._test, self._reward, self._config, first=ranks.rank, every=ranks.world
+            self.engine, self._test, self._judge, self._config, first=ranks.rank, every=ranks.world
         )
         return ranks.total(total) / ranks.total(count)
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from bench.gpu.count_runs import CountRun, append_run, judge, read_runs
+from bench.gpu.count_runs import SLOW_TASK, CountRun, append_run, judge, read_runs
 from bench.gpu.curves import Costs, Point, bound, eta, reach
 from hypothesis import given
 from hypothesis import strategies as st
@@ -94,6 +94,21 @@ def test_rows_compare_with_two_synchronous_gpus_and_keep_where_they_were_measure
     assert {r.machine for r in rows} == {"there"} and {r.date for r in rows} == {"2026-01-01"}
     eta_row = next(r for m, r in by_metric.items() if "eta at 0.6" in m)
     assert eta_row.value == pytest.approx(1.0)
+
+
+def test_where_rewards_wait_nothing_is_held_against_the_bound():
+    costs = {"generate": 1.0, "train": 0.8, "switch": 0.03, "tail": 2.0}
+    runs = [run(1, speed=0.6, costs=costs), run(2, speed=1.0), run(5, speed=1.5)]
+    for one in runs:
+        one.task = SLOW_TASK
+    speeds = {r.metric: r for r in judge(runs) if r.metric.endswith("steps/s")}
+    assert len(speeds) == 3 and all(r.target is None and "bound" not in r.note for r in speeds.values())
+
+
+def test_a_run_of_one_step_has_the_speed_of_that_step():
+    one = run(4)
+    one.steps = [(4.0, 0.3)]
+    assert one.steps_per_second == 0.25
 
 
 def test_a_run_that_never_gets_there_is_told_and_not_dropped(tmp_path):
