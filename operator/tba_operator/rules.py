@@ -368,7 +368,7 @@ _FROZEN = (
         id="frozen-reward",
         model=Reward,
         holds=unchanged(Reward, besides=LIVE_REWARD_FIELDS),
-        what="of reward only timeoutSeconds and memoryBytes may change during a run",
+        what="of reward only timeoutSeconds, memoryBytes and workers may change during a run",
         remedy=_NEW_RUN,
     ),
     Rule(

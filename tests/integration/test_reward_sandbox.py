@@ -256,6 +256,32 @@ def test_a_higher_memory_limit_applies_without_a_restart(code):
         assert pool.score([call])[0].outcome is Outcome.FAILED
 
 
+def test_a_pool_grows_while_it_scores(code):
+    with make_pool(code, num_workers=1, timeout_seconds=20) as pool:
+        pool.resize(4)
+        deadline = time.monotonic() + 20
+        while len({r.reward for r in pool.score([RewardCall("pid", "", None)] * 50)}) < 4:
+            assert time.monotonic() < deadline
+        assert len(set(pool.process_ids())) == 4 and pool.restarts == 0
+
+
+def test_a_pool_that_shrinks_ends_its_last_processes_and_loses_no_call(code):
+    with make_pool(code, num_workers=4, timeout_seconds=20) as pool:
+        while len({r.reward for r in pool.score([RewardCall("pid", "", None)] * 50)}) < 4:
+            pass
+        before = pool.process_ids()
+        futures = [pool.submit(RewardCall("sleep", "0.3", None)) for _ in range(8)]
+        pool.resize(1)
+        assert [f.result(timeout=20).reward for f in futures] == [0.3] * 8
+        assert pool.process_ids() == before[:1] and gone(before[1:])
+        assert not pool.failures and pool.restarts == 0
+
+
+def test_no_pool_is_without_a_process(code):
+    with make_pool(code) as pool, pytest.raises(ValueError, match="num_workers must be at least 1, got 0"):
+        pool.resize(0)
+
+
 def test_closing_kills_running_calls_and_settles_all_futures(code):
     pool = make_pool(code, num_workers=2)
     pids = pool.process_ids()

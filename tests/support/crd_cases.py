@@ -267,13 +267,13 @@ FROZEN = (
     Case(
         rule="frozen-reward",
         stored=task(reward={"parameters": {"weights": [1, 2]}}),
-        accepted=(task(reward={"timeoutSeconds": 2.5, "memoryBytes": 4294967296}),),
+        accepted=(task(reward={"timeoutSeconds": 2.5, "memoryBytes": 4294967296, "workers": 64}),),
         refused=(
             task(reward={"name": "math"}),
             task(reward={"name": None, "entrypoint": "a:b"}),
             task(reward={"parameters": {"weights": [1, 3]}}),
         ),
-        told="of reward only timeoutSeconds and memoryBytes may change during a run",
+        told="of reward only timeoutSeconds, memoryBytes and workers may change during a run",
     ),
     Case(
         rule="frozen-objective",

@@ -35,7 +35,7 @@ def judge(reward: Reward) -> RewardFunction:
 
 
 def calls_at_once(cores: int) -> int:
-    """Calls that one searcher of the product has at a time (tba.searcher.main)."""
+    """Calls that one searcher of the product has at a time, unless its job says so (tba.searcher.rewarding)."""
     return max(1, min(8, cores // 2))
 
 

@@ -9,7 +9,7 @@ from bench.gpu.places import JOB
 
 from tba.cli.jobfile import load_job
 from tba.contracts.config import Reward
-from tba.searcher.main import _reward_processes
+from tba.searcher.rewarding import num_workers
 
 
 def slow(seconds: float) -> Reward:
@@ -18,7 +18,7 @@ def slow(seconds: float) -> Reward:
 
 
 def test_as_many_calls_at_a_time_as_one_searcher_has_processes():
-    assert calls_at_once(len(os.sched_getaffinity(0))) == _reward_processes()
+    assert calls_at_once(len(os.sched_getaffinity(0))) == num_workers(None)
     assert [calls_at_once(cores) for cores in (1, 2, 8, 16, 64)] == [1, 1, 4, 8, 8]
 
 

@@ -64,6 +64,8 @@ class Pool:
 
     def set_limits(self, timeout_seconds: float, memory_bytes: int) -> None: ...
 
+    def resize(self, num_workers: int) -> None: ...
+
 
 class Unscored:
     """An engine whose responses have no reward of their own."""

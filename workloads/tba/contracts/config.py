@@ -21,7 +21,8 @@ MAX_URI_LENGTH = 1024
 
 LIVE_BUFFER_FIELDS = ("max_trajectories", "max_replay_ratio", "max_policy_lag", "max_replay_lag")
 """Of Buffer: may change while a run goes on; everything else of it is frozen."""
-LIVE_REWARD_FIELDS = ("timeout_seconds", "memory_bytes")
+LIVE_REWARD_FIELDS = ("timeout_seconds", "memory_bytes", "workers")
+MAX_REWARD_WORKERS = 256
 """The same of Reward."""
 
 
@@ -113,6 +114,9 @@ class Reward(Contract):
     """Wall-clock limit of one call; the worker is killed and the sample counted, never scored 0. Live."""
     memory_bytes: int = Field(default=2 * 1024**3, ge=64 * 1024**2)
     """Address-space limit of a reward worker. Live."""
+    workers: int | None = Field(default=None, ge=1, le=MAX_REWARD_WORKERS)
+    """Processes of a searcher that score, one response at a time each. null: half of its CPUs, at most 8. A reward that
+    waits, such as for a remote grader, wants more. Live."""
     parameters: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the reward function."""
 
@@ -488,3 +492,4 @@ class LiveConfig(Contract):
     """Only its live fields are taken: maxTrajectories, maxReplayRatio, maxPolicyLag, maxReplayLag."""
     reward_timeout_seconds: PositiveFloat = 10.0
     reward_memory_bytes: int = Field(default=2 * 1024**3, ge=64 * 1024**2)
+    reward_workers: int | None = Field(default=None, ge=1, le=MAX_REWARD_WORKERS)

@@ -253,6 +253,7 @@ class JobSpec(Contract):
             buffer=self.buffer,
             reward_timeout_seconds=self.task.reward.timeout_seconds,
             reward_memory_bytes=self.task.reward.memory_bytes,
+            reward_workers=self.task.reward.workers,
         )
 
 

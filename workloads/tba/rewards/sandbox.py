@@ -89,10 +89,10 @@ class RewardPool:
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._wake_fd, selectors.EVENT_READ)
         self._awake = self._stopped = False
-        self._workers = [
-            Worker(source, selector=self._selector, settle=self._settle, requeue=self._requeue)
-            for _ in range(num_workers)
-        ]
+        self._source = source
+        self._num_workers = num_workers
+        self._leaving: list[Worker] = []  # killed by `resize`, to be reaped
+        self._workers = [self._new_worker() for _ in range(num_workers)]
         self._first_start: Future[str] = Future()
         self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
         self._thread.start()
@@ -128,6 +128,14 @@ class RewardPool:
         """Change the limits of one call's seconds and of a process's address space, running calls included."""
         with self._lock:
             self._limits = _Limits(timeout_seconds, memory_bytes)
+            self._wake()
+
+    def resize(self, num_workers: int) -> None:
+        """Have so many processes, at least 1. Calls that run in one too many start again in another."""
+        if num_workers < 1:
+            raise ValueError(f"num_workers must be at least 1, got {num_workers}")
+        with self._lock:
+            self._num_workers = num_workers
             self._wake()
 
     def process_ids(self) -> list[int]:
@@ -167,6 +175,7 @@ class RewardPool:
                     memory_bytes = limits.memory_bytes
                     self._apply_memory(memory_bytes)
                 self._check_workers(limits)
+                self._fit_workers()
                 self._dispatch()
                 self._wait(limits.timeout_seconds)
         finally:  # also after a bug: no caller may wait for ever, no process may stay
@@ -177,7 +186,7 @@ class RewardPool:
         if now - self._orphans_at >= _ORPHANS_SECONDS:
             self._orphans_at = now
             reap_orphans()
-        for worker in self._workers:
+        for worker in self._workers + self._leaving:
             worker.check(now, limits.timeout_seconds)
             if worker.start_after <= now:
                 self.restarts += worker.source_hash is not None
@@ -186,6 +195,25 @@ class RewardPool:
             self._check_first_start(now)
         elif self._queue and not any(worker.state is State.READY for worker in self._workers):
             self._fail_if_hopeless()
+
+    def _new_worker(self) -> Worker:
+        return Worker(self._source, selector=self._selector, settle=self._settle, requeue=self._requeue)
+
+    def _fit_workers(self) -> None:
+        """Once the reward is known to load: more of them, or the last ones go."""
+        if not self._first_start.done():
+            return
+        while len(self._workers) < self._num_workers:
+            worker = self._new_worker()
+            worker.start(time.monotonic(), self._limits.memory_bytes)
+            self._workers.append(worker)
+        while len(self._workers) > self._num_workers:
+            worker = self._workers.pop()
+            worker.kill()
+            self._requeue(list(worker.in_flight))
+            worker.in_flight.clear()
+            self._leaving.append(worker)
+        self._leaving = [worker for worker in self._leaving if worker.killed]
 
     def _check_first_start(self, now: float) -> None:
         first = self._workers[0]
@@ -216,7 +244,7 @@ class RewardPool:
 
     def _wait(self, timeout_seconds: float) -> None:
         """Sleep until something happens, then handle what the processes sent."""
-        first = min(worker.next_check(timeout_seconds) for worker in self._workers)
+        first = min(worker.next_check(timeout_seconds) for worker in self._workers + self._leaving)
         seconds = None if first == float("inf") else max(0.0, first - time.monotonic())
         for key, _ in self._selector.select(seconds):
             worker: Worker | None = key.data
@@ -246,8 +274,9 @@ class RewardPool:
         for worker in self._workers:
             worker.kill()
         end = time.monotonic() + _REAP_SECONDS
-        for worker in self._workers:
+        for worker in self._workers + self._leaving:
             worker.reap(max(0.0, end - time.monotonic()))
+        for worker in self._workers:
             self._requeue(list(worker.in_flight))
         reap_orphans()
         while self._queue:

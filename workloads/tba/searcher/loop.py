@@ -131,7 +131,7 @@ class SearcherLoop:
         a = self._a
         a.poller.check()
         a.spool.check()
-        self._rewarding.follow_limits(a.settings())
+        self._rewarding.follow(a.settings())
         self._settle()
         a.spool.tick()
         if a.gate is not None and not self._has_turn(a.gate):

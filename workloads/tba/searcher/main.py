@@ -29,6 +29,7 @@ from tba.run_store import open_run_store
 from tba.searcher.engines import Engine as GeneratingEngine
 from tba.searcher.engines import build, can_run_vllm
 from tba.searcher.loop import SearcherLoop, Surroundings
+from tba.searcher.rewarding import num_workers
 from tba.searcher.spool import Spool, SpoolLimits, shard_seconds
 from tba.searcher.stats import SearcherStats
 from tba.searcher.sync import Fetch, Poller
@@ -152,7 +153,7 @@ def _assemble(
         base_dir = Path(run_file.base_dir) if run_file and run_file.base_dir else None
         pool = RewardPool(
             record.config.task.reward,
-            num_workers=_reward_processes(),
+            num_workers=num_workers(live().reward_workers),
             timeout_seconds=live().reward_timeout_seconds,
             memory_bytes=live().reward_memory_bytes,
             search_path=base_dir,
@@ -282,10 +283,6 @@ def _remove_empty(spool_dir: Path) -> None:
     with suppress(OSError):
         for folder in (spool_dir, *spool_dir.parents[:2]):
             folder.rmdir()
-
-
-def _reward_processes() -> int:
-    return max(1, min(8, len(os.sched_getaffinity(0)) // 2))
 
 
 def _limit_threads(threads: int) -> None:

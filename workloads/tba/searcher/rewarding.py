@@ -1,6 +1,7 @@
 """Responses on their way through the reward pool: equal answers of one work are scored once; results come in order of
 their end."""
 
+import os
 import queue
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -15,6 +16,9 @@ from tba.searcher.work import Work
 Scored = tuple[Work, int, Response, RewardResult]
 """A work, the number of a response in it, that response and its reward."""
 
+_MAX_WORKERS = 8
+"""Unless the job says so: more would compute no faster, and each holds its imports in memory."""
+
 
 class Rewarding:
     """For the loop's thread; the pool's threads only put results into a queue."""
@@ -23,7 +27,7 @@ class Rewarding:
         self._pool = pool
         self._scored: queue.SimpleQueue[Scored] = queue.SimpleQueue()
         self._shared: dict[tuple[int, int, str], Future[RewardResult]] = {}
-        self._limits: tuple[float, int] | None = None
+        self._followed: tuple[tuple[float, int], int | None] | None = None
         self._numbers = count()
         self.unscored = 0
         """Responses whose reward is awaited."""
@@ -57,10 +61,16 @@ class Rewarding:
         """A work is complete: nothing of it will be scored again."""
         self._shared = {k: f for k, f in self._shared.items() if k[0] != id(work)}
 
-    def follow_limits(self, live: LiveConfig) -> None:
-        """Hand changed limits of the live settings to the pool."""
-        limits = (live.reward_timeout_seconds, live.reward_memory_bytes)
-        if limits != self._limits:
-            if self._limits is not None:
-                self._pool.set_limits(*limits)
-            self._limits = limits
+    def follow(self, live: LiveConfig) -> None:
+        """Hand changed limits and numbers of the live settings to the pool."""
+        limits, workers = (live.reward_timeout_seconds, live.reward_memory_bytes), live.reward_workers
+        if self._followed is not None and limits != self._followed[0]:
+            self._pool.set_limits(*limits)
+        if self._followed is not None and workers != self._followed[1]:
+            self._pool.resize(num_workers(workers))
+        self._followed = (limits, workers)
+
+
+def num_workers(wanted: int | None) -> int:
+    """Reward processes of a searcher, by `task.reward.workers`."""
+    return wanted or max(1, min(_MAX_WORKERS, len(os.sched_getaffinity(0)) // 2))
