@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from tba.contracts.config import LiveConfig, Prompts
+from tba.contracts.config import LiveConfig, Prompts, RunConfig
 from tba.contracts.errors import UserError
 from tba.contracts.keys import CHECKPOINTS, LATEST, RUN, new_nonce, prompts_key
 from tba.contracts.records import EvalRequest, ForkOrigin, Latest, RunRecord, RunState
@@ -120,7 +120,7 @@ def prepare(
     committer = _take_over(store, record)
     log.info(EPOCH_TAKEN, epoch=committer.epoch, checkpoint=committer.latest.checkpoint)
     prompts = load_prompt_set(store, record.train_prompts)
-    _refuse_few_prompts(prompts, record)
+    refuse_few_prompts(len(prompts), record.config)
     if committer.latest.checkpoint is None:
         return _begin(store, record, committer, run, live, loaded, prompts, ranks)
     return _resume(store, record, committer, prompts, ranks)
@@ -294,7 +294,7 @@ def _create_record(
         forked_from=loaded.origin,
         live=live,
     )
-    _refuse_few_prompts(load_prompt_set(store, train), record)  # before the record fixes the mistake for good
+    refuse_few_prompts(len(load_prompt_set(store, train)), config)  # before the record fixes the mistake for good
     try:
         store.put_once(RUN, record.to_json())
         return record
@@ -368,10 +368,11 @@ def _refuse_ended(store: ObjectStore, record: RunRecord) -> None:
         raise UserError(f"the run at {store.uri} has failed for good: use another storage.uri")
 
 
-def _refuse_few_prompts(prompts: PromptSet, record: RunRecord) -> None:
-    wanted = record.config.objective.prompts_per_batch
-    if len(prompts) < wanted:
+def refuse_few_prompts(count: int, config: RunConfig) -> None:
+    """Raises: UserError if a batch takes more different prompts than there are."""
+    wanted = config.objective.prompts_per_batch
+    if count < wanted:
         raise UserError(
-            f"objective.promptsPerBatch (P) must be <= the number of prompts, got {wanted} > {len(prompts)}: "
+            f"objective.promptsPerBatch (P) must be <= the number of prompts, got {wanted} > {count}: "
             "lower promptsPerBatch or give more prompts"
         )
