@@ -1,7 +1,9 @@
 """The real vLLM on a CPU. Importing it takes 12 s and more, so one engine serves most tests of this file."""
 
 import copy
+import tempfile
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -67,6 +69,10 @@ def loaded(assets, engines):
     yield made, weights
     failpoints.configure("")
     made.abort()
+
+
+def sockets(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_socket()]
 
 
 def request(i: int, *, prompt=None, max_tokens=MAX_TOKENS, greedy=False, seed=None, stop=(), temperature=1.0):
@@ -429,7 +435,16 @@ def test_before_its_first_weights_an_engine_wants_nothing_and_checks_its_setting
         make(block_size="many").load(small_weights(assets[True], 1))
 
 
-def test_worker_processes_take_every_version_from_shared_memory(assets):  # the last: it ends what all engines share
+@pytest.fixture
+def temporary(monkeypatch):
+    """The temporary directory of the test, with a short name: the path of a socket has 107 bytes."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+# The last: it ends what all engines share.
+def test_worker_processes_take_every_version_from_shared_memory_and_leave_no_socket(assets, temporary):
     made = make(tensor_parallel_size=2, logprobsShare=1.0)
     try:
         for seed in (1, 2, 3):
@@ -439,5 +454,7 @@ def test_worker_processes_take_every_version_from_shared_memory(assets):  # the 
             for i in range(6):
                 expected = full_logprobs(weights, PROMPTS[i % 3], done[i].tokens)
                 assert np.allclose(done[i].logprobs, expected, atol=1e-4)
+        assert {path.parent for path in sockets(temporary)} == {made._folder.path}
     finally:
         made.close()
+    assert sockets(temporary) == [] and list(temporary.glob("tba-engine-*")) == []
