@@ -27,7 +27,7 @@ from tba.contracts.records import EvalRequest, ForkOrigin, Latest, RunRecord, Ru
 from tba.contracts.runfile import RunFile
 from tba.contracts.supported import refuse_unsupported
 from tba.log import EPOCH_TAKEN, MODEL_LOADED, PROMPTS_MATERIALISED, SCORER_CHOSEN, log
-from tba.lora import targets_of
+from tba.lora import try_targets
 from tba.models import LoadedModel, build_model, load_model, load_weights
 from tba.prompts import PromptSet, load_prompt_set, materialize
 from tba.protocol.bookkeeping import Bookkeeping
@@ -251,7 +251,7 @@ def _load(run: RunFile, live: LiveConfig) -> Loaded:
             )
         )
     if run.config.model.lora is not None:  # before run.json fixes a mistake for good
-        targets_of(loaded.model.model, run.config.model.lora)
+        try_targets(loaded.model.model, run.config.model.lora)
     count = sum(p.numel() for p in loaded.model.model.parameters())
     log.info(MODEL_LOADED, uri=_source(run), revision=loaded.model.revision, num_parameters=count)
     return loaded
