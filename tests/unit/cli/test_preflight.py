@@ -115,7 +115,10 @@ def test_a_model_of_the_hub_that_cannot_be_reached_is_said_not_to_be_checked(dry
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     code, out, _ = dry_run("model.uri=hf://a/b")
     assert code == 0
-    assert "unchecked  model.uri hf://a/b: " in out and "unchecked  task.prompts: no tokenizer" in out
+    assert (
+        "unchecked  model: model.uri hf://a/b could not be reached" in out
+        and "unchecked  task.prompts: no tokenizer" in out
+    )
 
 
 def test_a_data_set_of_the_hub_is_not_downloaded_for_a_look(dry_run):

@@ -17,7 +17,8 @@ from tba.searcher.engines.vllm_folder import SOCKETS, EngineFolder
 LEAVES_ITS_FOLDER = """
 import os, signal
 from tba.searcher.engines.vllm_folder import EngineFolder
-print(EngineFolder().path, flush=True)
+folder = EngineFolder()
+print(folder.path, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -62,18 +62,19 @@ class _Check:
         prompts = {"task.prompts": self._config.task.prompts}
         if self._config.task.evaluation.prompts is not None:
             prompts["task.evaluation.prompts"] = self._config.task.evaluation.prompts
-        source = self._model_source()
         try:
             model, tokenizer = self._outline()
         except (HubUnreachable, StoreUnavailable) as error:
-            self._skip(source, str(error))
+            self._skip("model", str(error))
             for name in prompts:
                 self._skip(name, "no tokenizer without the model")
             return self._found
         lora = self._config.model.lora
         if lora is not None:
             targets_of(model, lora)
-        self._found.checked.append(f"{source}: configuration and tokenizer{', LoRA targets' if lora else ''}")
+        self._found.checked.append(
+            f"{self._model_source()}: configuration and tokenizer{', LoRA targets' if lora else ''}"
+        )
         self._skip("weights", "the run reads them")
         for name, given in prompts.items():
             self._check_prompts(name, given, tokenizer)

@@ -28,7 +28,8 @@ class EngineFolder:
 
     def __init__(self) -> None:
         remove_abandoned()
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self._directory = tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
+        self.path = Path(self._directory.name)
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
@@ -49,7 +50,7 @@ class EngineFolder:
 
     def close(self) -> None:
         """Remove it with all that is there."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        self._directory.cleanup()
         os.close(self._lock)
 
 
