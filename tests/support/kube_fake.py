@@ -6,9 +6,12 @@ defaults, schemas, admission, controllers: tests play those with `put`, `edit`, 
 
 import asyncio
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from support.kube_merging import Path, field_paths, keyed, listed, overlaid, patched, remove_field
+from support.kube_selectors import Fields, selected
 
 from tba_operator.api import format_time
 from tba_operator.kubeapi import (
@@ -36,7 +39,6 @@ _IMMUTABLE = {
 }
 _KUEUE = frozenset({"Workload", "ResourceFlavor", "WorkloadPriorityClass"})
 
-Path = tuple[str, ...]
 _Key = tuple[str, str, str, str]
 
 
@@ -86,7 +88,7 @@ class FakeKube:
 
     def edit(self, ref: Ref, **changes: Any) -> Object:
         """Another actor merges `metadata=…`, `spec=…`, `status=…` into an object; None removes a field."""
-        return self._store(_key(ref), _patched(self[ref], changes))
+        return self._store(_key(ref), patched(self[ref], changes))
 
     def remove(self, ref: Ref) -> None:
         """An object ends: a pod's containers stopped, finalizers done."""
@@ -160,8 +162,8 @@ class FakeKube:
             for key in sorted(self._objects)
             if key[:2] == (group, kind)
             and namespace in (None, key[2])
-            and _selected(label_selector, self._objects[key]["metadata"].get("labels") or {})
-            and _selected(field_selector, _Fields(self._objects[key]))
+            and selected(label_selector, self._objects[key]["metadata"].get("labels") or {})
+            and selected(field_selector, Fields(self._objects[key]))
         ]
 
     async def apply(self, manifest: Manifest) -> Object:
@@ -231,7 +233,7 @@ class FakeKube:
                 for (key, manager), paths in list(self._applied.items()):
                     if key == _key(ref):
                         self._applied[key, manager] = paths - {path}
-            return _patched(old, {"spec": {"replicas": replicas}})
+            return patched(old, {"spec": {"replicas": replicas}})
 
         await self._write("scale", ref, "patch", change, subresource="scale")
 
@@ -300,15 +302,15 @@ class FakeKube:
         if uid is not None and (old is None or old["metadata"]["uid"] != uid):
             raise Conflict(f'uid mismatch: the provided object specified uid {uid} for {ref.kind} "{ref.name}"')
         key = _key(ref)
-        wanted = _keyed(body)
-        paths = frozenset(_paths(wanted))
+        wanted = keyed(body)
+        paths = frozenset(field_paths(wanted))
         others = [owned for (k, m), owned in self._applied.items() if k == key and m != manager]
-        new = _keyed(old or {})
+        new = keyed(old or {})
         for path in self._applied.get((key, manager), frozenset()) - paths:
             if not any(path in owned for owned in others):
-                _remove(new, path)
+                remove_field(new, path)
         self._applied[key, manager] = paths
-        return _listed(_overlaid(new, wanted))
+        return listed(overlaid(new, wanted))
 
     def _store(self, key: _Key, new: Object) -> Object:
         old = self._objects.get(key)
@@ -350,7 +352,7 @@ class FakeKube:
             return
         if "deletionTimestamp" not in metadata:
             change = {"deletionTimestamp": format_time(self._clock() + seconds), "deletionGracePeriodSeconds": seconds}
-            self._store(key, _patched(found, {"metadata": change}))
+            self._store(key, patched(found, {"metadata": change}))
 
     def _drop(self, key: _Key) -> None:
         found = self._objects.pop(key)
@@ -417,106 +419,3 @@ def _check_immutable(kind: str, old: Object | None, new: Object) -> None:
         before, after = (old or {})["spec"].get(name), new["spec"].get(name)
         if before != after:
             raise Invalid(f'{kind} "{new["metadata"]["name"]}" is invalid: spec.{name}: field is immutable')
-
-
-def _keyed(value: Any, name: str = "") -> Any:
-    """A copy in which each list of conditions is a mapping by type: apply merges those, other lists are replaced."""
-    if name == "conditions" and isinstance(value, list):
-        return {condition["type"]: dict(condition) for condition in value}
-    if isinstance(value, Mapping):
-        return {key: _keyed(inner, key) for key, inner in value.items()}
-    return copy.deepcopy(value)
-
-
-def _listed(value: Any, name: str = "") -> Any:
-    """Undoes `_keyed`."""
-    if name == "conditions" and isinstance(value, dict):
-        return list(value.values())
-    if isinstance(value, dict):
-        return {key: _listed(inner, key) for key, inner in value.items()}
-    return value
-
-
-def _paths(value: Mapping[str, Any], at: Path = ()) -> Iterator[Path]:
-    for name, inner in value.items():
-        if isinstance(inner, Mapping) and inner:
-            yield from _paths(inner, (*at, name))
-        else:
-            yield (*at, name)
-
-
-def _remove(target: Object, path: Path) -> None:
-    """Take a field out, and the objects that are empty without it."""
-    name, rest = path[0], path[1:]
-    if not rest:
-        target.pop(name, None)
-    elif isinstance(target.get(name), dict):
-        _remove(target[name], rest)
-        if not target[name]:
-            del target[name]
-
-
-def _overlaid(target: Object, body: Mapping[str, Any]) -> Object:
-    for name, inner in body.items():
-        if isinstance(inner, Mapping) and isinstance(target.get(name), dict):
-            _overlaid(target[name], inner)
-        else:
-            target[name] = inner
-    return target
-
-
-def _patched(target: Object, change: Mapping[str, Any]) -> Object:
-    """JSON merge patch."""
-    target = copy.deepcopy(target)
-    for name, inner in change.items():
-        if inner is None:
-            target.pop(name, None)
-        elif isinstance(inner, Mapping):
-            target[name] = _patched(target.get(name) or {}, inner)
-        else:
-            target[name] = copy.deepcopy(inner)
-    return target
-
-
-class _Fields(dict[str, str]):
-    """Fields of an object by dotted path, for field selectors."""
-
-    def __init__(self, found: Object) -> None:
-        super().__init__()
-        self._found = found
-
-    def get(self, path: str, default: Any = None) -> Any:
-        value: Any = self._found
-        for name in path.split("."):
-            value = value.get(name) if isinstance(value, dict) else None
-        return value if isinstance(value, str) else default
-
-    def __contains__(self, path: object) -> bool:
-        return self.get(str(path)) is not None
-
-
-def _selected(selector: str | None, values: Mapping[str, str]) -> bool:
-    """`a=b`, `a==b`, `a!=b`, `a`, `!a`, joined by commas."""
-    for term in (selector or "").split(","):
-        name, operator, value = _term(term)
-        if operator == "=" and values.get(name) != value:
-            return False
-        if operator == "!=" and values.get(name) == value:
-            return False
-        if operator == "exists" and name not in values:
-            return False
-        if operator == "absent" and name in values:
-            return False
-    return True
-
-
-def _term(term: str) -> tuple[str, str, str]:
-    if "!=" in term:
-        name, _, value = term.partition("!=")
-        return name, "!=", value
-    if "=" in term:
-        name, _, value = term.partition("=")
-        return name, "=", value.removeprefix("=")
-    if term.startswith("!"):
-        return term[1:], "absent", ""
-    return term, "exists" if term else "", ""

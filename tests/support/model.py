@@ -3,125 +3,26 @@
 The programs below decide nothing themselves: they call the functions that trainer and committer run (`Read.seen`,
 `published`, `Bookkeeping.ingest`, `carry_out`, …). `Rules` holds those that a mutation test replaces.
 
-A world is one tuple of small values; bodies of `latest` and trainer memories are interned as integers. A move is one
-visible action (read, swap, list, put); local actions are run together with the visible one before them, unless
-`Scope.fine`. A fault is a request without a reply that takes effect at once, at any later time or never.
+What they work on is in model_world.py, what must hold in model_invariants.py. A move is one visible action (read, swap,
+list, put); local actions are run together with the visible one before them, unless `Scope.fine`. A fault is a request
+without a reply that takes effect at once, at any later time or never.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import NamedTuple
 
-from tba.contracts.keys import CheckpointKey, ShardKey, WeightsKey
+from support.model_invariants import check_change, check_complete, check_final, check_readable, check_staleness
+from support.model_world import Flight, Interned, Memory, Rules, Scope, Searcher, Shard, Trainer, Violation, World
+
+from tba.contracts.keys import CheckpointKey, WeightsKey
 from tba.contracts.records import CheckpointManifest, Latest, PolicyId, RunState, ShardId
 from tba.protocol.bookkeeping import Bookkeeping
-from tba.protocol.commit import Done, FencedOut, Plan, Read, Swap
+from tba.protocol.commit import Done, Plan, Swap
 from tba.protocol.latest import RunEnded, checkpointed, finished, published, window_advanced
-from tba.protocol.windows import ListPlan, Windows, carry_out
-
-
-class Violation(Exception):
-    """An invariant does not hold."""
-
-
-@dataclass(frozen=True)
-class Scope:
-    """How much is explored."""
-
-    trainer_lives: tuple[int, int] = (2, 1)
-    searcher_lives: tuple[int, int] = (1, 1)
-    shards: tuple[int, int] = (1, 1)
-    steps: int = 2
-    checkpoint_every: int = 2
-    faults: int = 1
-    fine: bool = False
-    windows: bool = False
-    """Shards lie under the commit their searcher had seen, and a trainer commits an empty window before each step;
-    otherwise all lie in one window."""
-
-
-@dataclass(frozen=True)
-class Rules:
-    """The real protocol; a mutation replaces one of them."""
-
-    conditional: bool = True
-    nonce: Callable[[int, int, int], str] = lambda trainer, life, number: f"{trainer:08x}{life:08x}{number:016x}"
-    seen: Callable[..., Swap | Done | FencedOut] = Read.seen
-    record: Callable[[Bookkeeping], CheckpointManifest] = lambda book: book.manifest("0" * 32, [])
-    staleness: Callable[[Bookkeeping, PolicyId], int] = Bookkeeping.staleness
-    plan: Callable[[Windows, bool], ListPlan] = lambda windows, starved: windows.plan(starved=starved, sweep_keys=1)
-    phases: tuple[str, ...] = ("data", "manifest", "read")
-    """Of a publish or checkpoint, in order; with `read` the commit begins."""
-
-
-class Trainer(NamedTuple):
-    lives: int
-    life: int = 0
-    pc: str = "down"  # down, takeover, restore, publish, window, train, checkpoint, drain, finish, over, fenced
-    phase: str = ""  # within publish and checkpoint: data, manifest; within any commit: ask, read, swap
-    commits: int = 0  # plans begun in this life
-    landed: int = 0  # times the current plan has taken effect
-    base: int = 0  # body on which the swap builds
-    known: int = 0  # newest body this process knows of
-    book: int = 0
-    key: str = ""
-
-
-class Searcher(NamedTuple):
-    lives: int
-    left: int  # shards still to make
-    life: int = 0
-    pc: str = "poll"  # poll, upload, over
-    seq: int = 0
-    policy: PolicyId = PolicyId(0, 0)
-    window: int = 0
-
-
-class Shard(NamedTuple):
-    window: int
-    searcher: int
-    life: int
-    seq: int
-    policy: PolicyId
-
-    @property
-    def id(self) -> ShardId:
-        return ShardId(f"{self.searcher:016x}{self.life:016x}", self.seq)
-
-    @property
-    def path(self) -> str:
-        return ShardKey(self.window, f"searcher-{self.searcher}", self.id.incarnation, self.seq).path
-
-
-class Flight(NamedTuple):
-    """A swap under way in the network after its sender gave up waiting."""
-
-    body: int
-    etag: int
-    trainer: int
-    life: int
-    number: int
-
-
-class World(NamedTuple):
-    latest: int
-    trainers: tuple[Trainer, ...]
-    searchers: tuple[Searcher, ...]
-    shards: frozenset[Shard]
-    objects: frozenset[tuple[str, str]]  # (data | manifest, manifest key), reachable or being made
-    flight: Flight | None
-    faults: int
-
-
-class Memory(NamedTuple):
-    """What a trainer process holds, and the ghost `trained`: what its weights have learnt from, a sorted multiset."""
-
-    book: Bookkeeping
-    trained: tuple[ShardId, ...]
-
+from tba.protocol.windows import Windows, carry_out
 
 Move = tuple[str, Callable[[], World]]
 """What happens, and the world after it; it is asked for second, so that a violation on the way has a name."""
@@ -144,10 +45,7 @@ class Explorer:
     def __init__(self, scope: Scope, rules: Rules | None = None) -> None:
         self.scope = scope
         self.rules = rules or Rules()
-        self._bodies: list[Latest | None] = [None]
-        self._body_ids: dict[bytes, int] = {}
-        self._memories: list[Memory] = []
-        self._memory_ids: dict[object, int] = {}
+        self._values = Interned()
         self._saved: dict[str, tuple[CheckpointManifest, tuple[ShardId, ...]]] = {}
         self._seen: dict[tuple, tuple[str, int]] = {}
         self._polled: dict[tuple, int] = {}
@@ -175,7 +73,7 @@ class Explorer:
                 if stuck:
                     label = "no further move"
                     result.finals += 1
-                    result.completed += self._check_final(world)
+                    result.completed += check_final(world.trainers, self._values.bodies[world.latest])
         except Violation as violation:
             result.violation = str(violation)
             result.trace = [*_path(parents, world), f"{label}  <- {violation}"]
@@ -218,7 +116,7 @@ class Explorer:
     def _searcher(self, world: World, i: int, s: Searcher) -> Iterator[Move]:
         name = f"searcher {i}"
         if s.pc == "poll":
-            latest = self._bodies[world.latest]
+            latest = self._values.bodies[world.latest]
             if latest is not None and latest.manifest is not None:
                 key = WeightsKey.parse(latest.manifest)
                 window = latest.commit if self.scope.windows else 0
@@ -246,7 +144,7 @@ class Explorer:
         if pc not in COMMITS:
             return t
         t = t._replace(commits=t.commits + 1, landed=0, phase="ask")
-        memory = self._memories[t.book]
+        memory = self._values.memories[t.book]
         book = memory.book
         if pc == "publish":
             key = WeightsKey(book.step, book.epoch, self._object_nonce(t))
@@ -263,7 +161,7 @@ class Explorer:
 
     def _after(self, t: Trainer) -> Trainer:
         """Where the program goes once a commit is done."""
-        book = self._memories[t.book].book
+        book = self._values.memories[t.book].book
         every, steps = self.scope.checkpoint_every, self.scope.steps
         if t.pc == "takeover":
             return self._enter(t, "restore")
@@ -271,7 +169,7 @@ class Explorer:
             due = book.checkpoint is None or (book.step % every == 0 and self._unsaved(book))
             return self._enter(t, "checkpoint") if due else self._forward(t, book, steps)
         if t.pc == "checkpoint":
-            saved = self._memory(self._memories[t.book]._replace(book=book.checkpointed(t.key)))
+            saved = self._values.memory(self._values.memories[t.book]._replace(book=book.checkpointed(t.key)))
             t = t._replace(book=saved)
             drained = book.checkpoint is not None and not self._unsaved(book)
             return self._enter(t, "finish") if drained else self._forward(t, book, steps)
@@ -288,28 +186,28 @@ class Explorer:
         return self._enter(t, "window" if self.scope.windows else "train")
 
     def _restore(self, world: World, i: int, t: Trainer) -> World:
-        latest = self._bodies[t.known]
+        latest = self._values.bodies[t.known]
         assert latest is not None
         if latest.checkpoint is None:
             memory = Memory(Bookkeeping.begun(latest.epoch), ())
         else:
             manifest, trained = self._saved[latest.checkpoint]
             memory = Memory(Bookkeeping.restored(manifest, latest.checkpoint, latest.epoch), trained)
-        self._check_staleness(world, memory)
-        t = self._enter(t._replace(book=self._memory(memory)), "publish")
+        check_staleness(world.shards, memory, self.rules.staleness)
+        t = self._enter(t._replace(book=self._values.memory(memory)), "publish")
         return self._local(self._put(world, i, t), i)
 
     def _poll(self, world: World, i: int, t: Trainer, *, starved: bool) -> World:
         """List what the plan says, ingest what is new, step (not when draining)."""
         question = (t.book, t.known if self.scope.windows else 0, world.shards, starved)
         if question not in self._polled:
-            self._polled[question] = self._memory(self._ingested(world, t, starved=starved))
+            self._polled[question] = self._values.memory(self._ingested(world, t, starved=starved))
         t = self._enter(t._replace(book=self._polled[question]), "checkpoint" if starved else "publish")
         return self._local(self._put(world, i, t), i)
 
     def _ingested(self, world: World, t: Trainer, *, starved: bool) -> Memory:
-        memory = self._memories[t.book]
-        latest = self._bodies[t.known]
+        memory = self._values.memories[t.book]
+        latest = self._values.bodies[t.known]
         assert latest is not None
         windows = Windows(lowest_unswept=memory.book.ingest_state.lowest_unswept_window)
         windows = windows.observed(latest.commit if self.scope.windows else 0, 0.0, linger_seconds=0.0)
@@ -322,7 +220,7 @@ class Explorer:
         memory = Memory(book if starved else book.stepped(), tuple(sorted((*memory.trained, *new))))
         if len(set(memory.trained)) < len(memory.trained):
             raise Violation("a shard is trained twice in the surviving run")
-        self._check_staleness(world, memory)
+        check_staleness(world.shards, memory, self.rules.staleness)
         return memory
 
     def _upload(self, world: World, i: int, t: Trainer) -> World:
@@ -372,18 +270,18 @@ class Explorer:
         if t.pc == "takeover":
             plan = Plan.take_over(nonce)
         else:
-            plan = Plan(nonce, self._transition(t), self._memories[t.book].book.epoch)
+            plan = Plan(nonce, self._transition(t), self._values.memories[t.book].book.epoch)
         try:
-            answer = self.rules.seen(plan.start(), self._bodies[current], str(current) if current else None)
+            answer = self.rules.seen(plan.start(), self._values.bodies[current], str(current) if current else None)
         except RunEnded:
             return "ended", current
         except ValueError as error:
             raise Violation(f"a transition of {t.pc} is refused: {error}") from error
         if isinstance(answer, Swap):
             assert answer.etag == (str(current) if current else None)
-            return "swap", self._body(answer.body)
+            return "swap", self._values.body(answer.body)
         if isinstance(answer, Done):
-            return "done", self._body(answer.latest)
+            return "done", self._values.body(answer.latest)
         return "fenced", current
 
     def _transition(self, t: Trainer) -> Callable[[Latest, str], Latest]:
@@ -429,73 +327,31 @@ class Explorer:
             if sender.commits != flight.number or sender.landed:
                 raise Violation(f"one commit takes effect twice: {flight}")
             world = self._put(world, flight.trainer, sender._replace(landed=1))
-        before, body = self._bodies[world.latest], self._bodies[flight.body]
+        before, body = self._values.bodies[world.latest], self._values.bodies[flight.body]
         assert body is not None
         world = world._replace(latest=flight.body)
-        self._check_change(before, body)
-        self._check_readable(world, body)
+        check_change(before, body)
+        check_readable(world, body)
         if body.state is RunState.COMPLETE:
-            self._check_complete(world, body)
+            assert body.checkpoint is not None
+            check_complete(world.shards, self._saved[body.checkpoint][1])
         return self._pruned(world)
 
     def _finish_commit(self, world: World, i: int, t: Trainer, body: int) -> World:
         if t.landed != 1:
             raise Violation(f"trainer {i} takes a commit of {t.pc} for done that took effect {t.landed} times")
-        latest = self._bodies[body]
+        latest = self._values.bodies[body]
         assert latest is not None
         for j, other in enumerate(world.trainers):
-            held = self._bodies[other.known]
+            held = self._values.bodies[other.known]
             if t.pc == "takeover" and j != i and held is not None and held.epoch == latest.epoch:
                 raise Violation(f"two trainers hold epoch {latest.epoch}")
         return self._local(self._put(world, i, self._after(t._replace(known=body))), i)
 
-    # -- invariants ------------------------------------------------------------------------------------------------
-
-    def _check_change(self, before: Latest | None, after: Latest) -> None:
-        if before is None:
-            return
-        if after.commit != before.commit + 1:
-            raise Violation(f"commit must rise by one, went from {before.commit} to {after.commit}")
-        if after.epoch < before.epoch:
-            raise Violation(f"a fenced trainer of epoch {after.epoch} writes over epoch {before.epoch}")
-        if after.nonce == before.nonce:
-            raise Violation(f"two bodies have the nonce {after.nonce}")
-        if before.state is not RunState.RUNNING:
-            raise Violation(f"the run is {before.state} and goes on")
-
-    def _check_readable(self, world: World, latest: Latest) -> None:
-        for key in (latest.manifest, latest.checkpoint):
-            if key is not None and not {("data", key), ("manifest", key)} <= world.objects:
-                raise Violation(f"latest names {key}, whose objects are not complete")
-
-    def _check_complete(self, world: World, latest: Latest) -> None:
-        assert latest.checkpoint is not None
-        trained = self._saved[latest.checkpoint][1]
-        stored = tuple(sorted({shard.id for shard in world.shards}))
-        if trained != stored:
-            raise Violation(f"the run is Complete having trained {trained}, the bucket holds {stored}")
-
-    def _check_staleness(self, world: World, memory: Memory) -> None:
-        for shard in world.shards:
-            if shard.id in memory.trained and shard.policy.epoch <= memory.book.epoch:
-                staleness = self.rules.staleness(memory.book, shard.policy)
-                if staleness < 0:
-                    raise Violation(f"staleness {staleness} of {shard.policy} at step {memory.book.step}")
-
-    def _check_final(self, world: World) -> bool:
-        latest = self._bodies[world.latest]
-        complete = latest is not None and latest.state is RunState.COMPLETE
-        exhausted = all(t.pc in ("fenced", "over") or (t.pc == "down" and t.lives == 0) for t in world.trainers)
-        if not complete and not exhausted:
-            raise Violation("the run stands still with a trainer alive")
-        if not complete and any(t.pc == "over" for t in world.trainers):
-            raise Violation("a trainer ended a run that is not Complete")
-        return complete
-
     # -- values ----------------------------------------------------------------------------------------------------
 
     def _initial(self) -> World:
-        self._memory(Memory(Bookkeeping(epoch=0), ()))
+        self._values.memory(Memory(Bookkeeping(epoch=0), ()))
         return World(
             latest=0,
             trainers=tuple(Trainer(lives) for lives in self.scope.trainer_lives),
@@ -522,9 +378,9 @@ class Explorer:
 
     def _pruned(self, world: World) -> World:
         """Forget objects that nobody can reach any more, and a delayed swap that can match no more."""
-        latest = self._bodies[world.latest]
+        latest = self._values.bodies[world.latest]
         if self.rules.conditional and world.flight is not None and latest is not None:
-            expected = self._bodies[world.flight.etag]
+            expected = self._values.bodies[world.flight.etag]
             # `commit` strictly rises, which every change is checked for, so no older body comes back.
             if expected is None or expected.commit < latest.commit:
                 world = world._replace(flight=None)
@@ -532,32 +388,10 @@ class Explorer:
         if latest is not None:
             keys |= {latest.manifest, latest.checkpoint}
         if world.flight is not None:
-            flying = self._bodies[world.flight.body]
+            flying = self._values.bodies[world.flight.body]
             assert flying is not None
             keys |= {flying.manifest, flying.checkpoint}
         return world._replace(objects=frozenset(o for o in world.objects if o[1] in keys))
-
-    def _body(self, latest: Latest) -> int:
-        data = latest.to_json()
-        if data not in self._body_ids:
-            self._body_ids[data] = len(self._bodies)
-            self._bodies.append(latest)
-        return self._body_ids[data]
-
-    def _memory(self, memory: Memory) -> int:
-        book = memory.book
-        state = book.ingest_state
-        name = (
-            replace(book, ingest_state=None, lineage=None),
-            tuple(sorted((k, tuple(v)) for k, v in state.intervals.items())),
-            state.lowest_unswept_window,
-            tuple(sorted(book.lineage.resume_steps.items())),
-            memory.trained,
-        )
-        if name not in self._memory_ids:
-            self._memory_ids[name] = len(self._memories)
-            self._memories.append(memory)
-        return self._memory_ids[name]
 
 
 def _born(trainer: Trainer) -> Trainer:

@@ -1,44 +1,17 @@
 """A random Llama of half a million parameters, with a head size that vLLM has kernels for; made, not downloaded."""
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from support.engines import Manifest, Weights
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from tba.contracts.records import PolicyId
-from tba.lora import merged
 from tba.models import build_model, weight_tensors
 
 CHARACTERS = "0123456789+=abcdefghijklmnopqrst"
 EOS, PAD = len(CHARACTERS), len(CHARACTERS) + 1
-
-
-@dataclass
-class Manifest:
-    """What an engine reads of a SnapshotManifest."""
-
-    policy: PolicyId
-    base: str | None = None
-    scale: float | None = None
-
-
-@dataclass
-class Weights:
-    """What an engine reads of a Snapshot."""
-
-    manifest: Manifest
-    tensors: dict[str, torch.Tensor]
-    assets: dict[str, bytes] = field(default_factory=dict)
-    key: str = "weights/manifest.json"
-    adapter: dict[str, torch.Tensor] | None = None
-
-    def merged(self) -> "Weights":
-        if self.adapter is None:
-            return self
-        tensors = merged(self.tensors, self.adapter, scale=self.manifest.scale or 0.0)
-        return Weights(self.manifest, tensors, self.assets, self.key)
 
 
 def save_small(folder: Path, *, tied: bool, seed: int = 0) -> Path:

@@ -3,11 +3,13 @@
 import pytest
 import torch
 from support.learning import tiny_llama
+from torch.nn.functional import linear
 from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from tba.contracts.config import LoRA
 from tba.contracts.errors import CorruptObject, UserError
-from tba.lora import attach, merged, peft_files, scale_of
+from tba.lora import attach, merged, peft_files, refuse_uncalled, scale_of, try_targets
 from tba.models import load_weights, weight_tensors
 
 TOKENS = torch.tensor([[1, 5, 9, 3, 3, 7]])
@@ -101,6 +103,36 @@ def test_an_adapter_of_another_base_is_refused(break_it):
 def test_targets_that_can_have_no_adapter_are_named(targets, told):
     with pytest.raises(UserError, match=told):
         attach(tiny_llama(), LoRA(target_modules=targets))
+
+
+def reads_its_gate(self, x):
+    """An MLP that multiplies with the weight of a layer in place of calling it."""
+    return self.down_proj(self.act_fn(linear(x, self.gate_proj.weight)) * self.up_proj(x))
+
+
+def test_a_layer_whose_weight_is_read_and_that_is_never_called_can_have_no_adapter(monkeypatch):
+    monkeypatch.setattr(LlamaMLP, "forward", reads_its_gate)
+    model = tiny_llama()
+    told = r"reads the weight of model\.layers\.\*\.mlp\.gate_proj and never calls it"
+    with pytest.raises(UserError, match=told):
+        try_targets(model, LoRA(rank=2, target_modules=["q_proj", "gate_proj"]))
+    try_targets(model, LoRA(rank=2, target_modules=["q_proj", "up_proj", "down_proj"]))
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_an_expert_that_no_token_goes_to_is_no_reason_to_refuse_its_kind():
+    experts = [f"model.layers.{layer}.mlp.experts.{expert}.up_proj" for layer in range(2) for expert in range(8)]
+    refuse_uncalled(experts, experts[3:4])
+    with pytest.raises(UserError, match=r"weight of model\.layers\.\*\.mlp\.experts\.\*\.up_proj"):
+        refuse_uncalled(experts, ["model.layers.0.mlp.up_proj"])
+
+
+def test_a_model_that_cannot_compute_where_it_is_loaded_is_looked_at_later(monkeypatch):
+    def wants_a_gpu(self, x):
+        raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+
+    monkeypatch.setattr(LlamaMLP, "forward", wants_a_gpu)
+    try_targets(tiny_llama(), LoRA(rank=2, target_modules=["gate_proj"]))
 
 
 def test_a_model_without_linear_layers_is_told_so():

@@ -7,8 +7,9 @@ Tensors are named as PEFT names them, without its prefix: `<module>.lora_A.weigh
 """
 
 import math
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -55,6 +56,11 @@ class Adapter:
 
     def __init__(self, layers: Mapping[str, LoRALinear]) -> None:
         self._layers = dict(layers)
+
+    @property
+    def layers(self) -> Mapping[str, LoRALinear]:
+        """By name."""
+        return self._layers
 
     def tensors(self) -> dict[str, Tensor]:
         """The masters themselves, by name, sorted."""
@@ -110,6 +116,56 @@ def targets_of(model: nn.Module, settings: LoRA) -> dict[str, nn.Linear]:
     if scale_of(settings) > torch.finfo(torch.float32).max:
         raise UserError(f"model.lora.alpha / rank must be a float32 number, got {scale_of(settings):g}: lower alpha")
     return targets
+
+
+def try_targets(model: nn.Module, settings: LoRA) -> None:
+    """Find out before a run is recorded whether its adapters can learn. Raises: UserError as `targets_of`, or if not.
+
+    Computes two tokens where the model lies, if it can there: some kernels want a GPU, and `AdaptedPolicy` looks again.
+    """
+    targets = targets_of(model, settings)
+    decoder: nn.Module = model.get_decoder()  # type: ignore[operator]
+    place = model.get_input_embeddings().weight.device  # type: ignore[operator]
+    with torch.no_grad(), recording_calls(targets) as called:
+        try:
+            decoder(input_ids=torch.zeros((1, 2), dtype=torch.int64, device=place), use_cache=False)
+        except Exception:  # whatever a kernel raises that is not for this place
+            return
+    refuse_uncalled(targets, called)
+
+
+@contextmanager
+def recording_calls(modules: Mapping[str, nn.Module]) -> Iterator[set[str]]:
+    """The names of the modules that are called within."""
+    called: set[str] = set()
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda *_: called.add(name)
+
+    hooks = [module.register_forward_hook(note(name)) for name, module in modules.items()]
+    try:
+        yield called
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def refuse_uncalled(targets: Collection[str], called: Collection[str]) -> None:
+    """`called`: what a forward pass calls. Where the model reads a weight itself, an adapter would stay untrained.
+
+    Of targets whose names differ in numbers alone one call is enough: no short pass goes to all experts of a mixture.
+    Raises: UserError.
+    """
+    silent = sorted({_kind(name) for name in targets} - {_kind(name) for name in called})
+    if silent:
+        raise UserError(
+            f"model.lora.targetModules: the model reads the weight of {', '.join(silent)} and never calls it, so "
+            "an adapter there would never be trained: take it out of targetModules"
+        )
+
+
+def _kind(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
 
 
 def attach(model: nn.Module, settings: LoRA) -> Adapter:

@@ -23,11 +23,17 @@ from tba.store import ObjectStore
 from tba.store import open_store as default_open_store
 
 _CONFIG = "config.json"
-# Weight formats that transformers loads without pickle, and the small files around them.
-_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py", "additional_chat_templates/*")
+# The weight format that transformers loads without pickle, and the small files around it.
+_WEIGHTS = "*.safetensors"
+_SMALL = ("*.json", "*.model", "*.jinja", "*.txt", "*.py", "additional_chat_templates/*")
+_ALL = (*_SMALL, _WEIGHTS)
 _CHUNK_BYTES = 1 << 22
 
 OpenStore = Callable[[str], ObjectStore]
+
+
+class HubUnreachable(UserError):
+    """The hub does not answer from here, and the model is not in its local cache."""
 
 
 @dataclass(slots=True)
@@ -52,7 +58,9 @@ def load_model(
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # it would tear the live display
-    with _local_directory(settings, base_dir, token, open_store) as (directory, revision):
+    with _local_directory(settings, _ALL, base_dir, token, open_store) as directory:
+        # The hub's cache names a snapshot's folder by its commit.
+        revision = directory.name if settings.uri.startswith("hf://") else _content_revision(directory)
         model_config, tokenizer = _read_directory(directory, settings.trust_remote_code, settings.uri)
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(
@@ -64,10 +72,29 @@ def load_model(
                 local_files_only=True,
             )
         except OSError as e:
-            raise UserError(f"model.uri {settings.uri} has no *.safetensors weights that load ({e}): convert it") from e
+            raise _no_weights(settings.uri, str(e)) from e
         assets = _collect_assets(directory, model.config, tokenizer, settings.trust_remote_code)
     # Old checkpoints may name their own (half) precision; the masters are float32 whatever they say.
     return LoadedModel(_without_dropout(model.float()), tokenizer, assets, revision)
+
+
+def outline_model(
+    settings: config.Model, *, base_dir: Path, token: str | None = None, open_store: OpenStore = default_open_store
+) -> tuple[nn.Module, Any]:
+    """The model of `settings.uri` on the meta device, and its tokenizer: what is known before any weight is read.
+
+    Arguments and errors are those of `load_model`, as far as they do not need weights; those of hf:// and s3:// are not
+    downloaded.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with _local_directory(settings, _SMALL, base_dir, token, open_store) as directory:
+        model_config, tokenizer = _read_directory(directory, settings.trust_remote_code, settings.uri)
+        if settings.uri.startswith(("file://", "pvc://")) and not any(directory.glob(_WEIGHTS)):
+            raise _no_weights(settings.uri, "there are none")
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(model_config, trust_remote_code=settings.trust_remote_code)
+    return model, tokenizer
 
 
 def build_model(
@@ -153,36 +180,35 @@ def eos_token_ids(tokenizer: Any, model_config: Any) -> set[int]:
 
 @contextmanager
 def _local_directory(
-    settings: config.Model, base_dir: Path, token: str | None, open_store: OpenStore
-) -> Iterator[tuple[Path, str]]:
+    settings: config.Model, patterns: tuple[str, ...], base_dir: Path, token: str | None, open_store: OpenStore
+) -> Iterator[Path]:
+    """A directory with the model's files; of a remote one those that match `patterns`."""
     scheme, _, rest = settings.uri.partition("://")
     if scheme == "hf":
-        directory = _download_hf(rest, settings.revision, token)
-        yield directory, directory.name  # the hub's cache names a snapshot's folder by its commit
+        yield _download_hf(rest, settings.revision, token, patterns)
     elif scheme == "file":
         directory = base_dir / Path(rest)  # an absolute `rest` wins
         if not directory.is_dir():
             raise UserError(f"model.uri must be a directory, got {settings.uri} ({directory}): make it or correct it")
-        yield directory, _content_revision(directory)
+        yield directory
     elif scheme == "s3":
         with tempfile.TemporaryDirectory(prefix="tba-model-") as folder:
-            _download_s3(open_store(settings.uri), Path(folder))
-            yield Path(folder), _content_revision(Path(folder))
+            _download_s3(open_store(settings.uri), Path(folder), patterns)
+            yield Path(folder)
     else:
-        directory = claim_path(settings.uri, "model.uri")
-        yield directory, _content_revision(directory)
+        yield claim_path(settings.uri, "model.uri")
 
 
-def _download_hf(repository: str, revision: str | None, token: str | None) -> Path:
+def _download_hf(repository: str, revision: str | None, token: str | None, patterns: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(repository, revision=revision, token=token, allow_patterns=list(_PATTERNS)))
+        return Path(snapshot_download(repository, revision=revision, token=token, allow_patterns=list(patterns)))
     except GatedRepoError as e:
         raise UserError(f"model.uri hf://{repository} is gated: accept its terms and set HF_TOKEN") from e
     except LocalEntryNotFoundError as e:
-        raise UserError(
+        raise HubUnreachable(
             f"model.uri hf://{repository} could not be reached and is not in the local cache: "
             "check the network and HF_ENDPOINT, or download it elsewhere and use file://"
         ) from e
@@ -190,9 +216,9 @@ def _download_hf(repository: str, revision: str | None, token: str | None) -> Pa
         raise UserError(f"model.uri hf://{repository} (revision {revision}) was refused ({e}): check both") from e
 
 
-def _download_s3(store: ObjectStore, folder: Path) -> None:
+def _download_s3(store: ObjectStore, folder: Path, patterns: tuple[str, ...]) -> None:
     try:
-        infos = [i for i in store.list_after("") if any(PurePosixPath(i.key).match(p) for p in _PATTERNS)]
+        infos = [i for i in store.list_after("") if any(PurePosixPath(i.key).match(p) for p in patterns)]
         if not infos:
             raise UserError(f"model.uri {store.uri} holds no model files: it must be the prefix of a model directory")
         for info in infos:
@@ -206,7 +232,7 @@ def _download_s3(store: ObjectStore, folder: Path) -> None:
 def _content_revision(directory: Path) -> str:
     """Hash over names and bytes of the files that make the model: the same files anywhere give the same revision."""
     digest = xxhash.xxh3_128()
-    for path in sorted({p for pattern in _PATTERNS for p in directory.glob(pattern) if p.is_file()}):
+    for path in sorted({p for pattern in _ALL for p in directory.glob(pattern) if p.is_file()}):
         digest.update(f"{path.relative_to(directory).as_posix()}\0{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
@@ -214,8 +240,13 @@ def _content_revision(directory: Path) -> str:
     return f"xxh3:{digest.hexdigest()}"
 
 
+def _no_weights(uri: str, reason: str) -> UserError:
+    return UserError(f"model.uri {uri} has no {_WEIGHTS} weights that load ({reason}): convert it")
+
+
 def _read_directory(directory: Path, trust_remote_code: bool, what: str) -> tuple[Any, Any]:
-    from transformers import AutoConfig, AutoTokenizer
+    """Configuration and tokenizer. Raises: UserError if one does not load, or the model is no language model."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer
 
     file = directory / _CONFIG
     if not file.is_file():
@@ -228,6 +259,12 @@ def _read_directory(directory: Path, trust_remote_code: bool, what: str) -> tupl
         raise UserError(
             f"{what} has a {_CONFIG} that transformers does not know ({e}): is the model type right?"
         ) from e
+    own_code = "AutoModelForCausalLM" in (getattr(model_config, "auto_map", None) or {})
+    if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not own_code:
+        raise UserError(
+            f"{what} is no causal language model that transformers knows, got model type {model_config.model_type!r}: "
+            "name one that continues text, token by token"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
     except (ValueError, OSError) as e:

@@ -1,8 +1,17 @@
-from dataclasses import dataclass, field
-
 import numpy as np
 import pytest
 import torch
+from support.engines import (
+    MAX_TOKENS,
+    PROMPTS,
+    Manifest,
+    Weights,
+    full_logprobs,
+    model_of,
+    request,
+    response_logprobs,
+    run,
+)
 from support.tiny_models import save_tiny
 from transformers import AutoModelForCausalLM
 
@@ -10,25 +19,9 @@ from tba.contracts.config import LoRA
 from tba.contracts.errors import UserError
 from tba.contracts.records import FinishReason, PolicyId, Span
 from tba.lora import attach, merged
-from tba.models import build_model, load_weights, weight_tensors
-from tba.searcher.engines.engine import Request, Response
+from tba.models import build_model, weight_tensors
+from tba.searcher.engines.engine import Response
 from tba.searcher.engines.transformers import TransformersEngine
-
-PROMPTS = [[0, 7, 10, 4, 5, 11], [1, 2, 3], [9, 9, 10, 9, 9, 10, 1, 1, 11]]
-
-
-@dataclass
-class Manifest:
-    policy: PolicyId
-
-
-@dataclass
-class Weights:
-    """What an engine reads of a Snapshot."""
-
-    manifest: Manifest
-    tensors: dict[str, torch.Tensor]
-    assets: dict[str, bytes] = field(default_factory=dict)
 
 
 @pytest.fixture(scope="module")
@@ -54,33 +47,12 @@ def engine(loaded: Weights | None = None, **more) -> TransformersEngine:
     return made
 
 
-def request(i: int, *, prompt=None, max_tokens=24, greedy=False, seed=None, stop=(), temperature=1.0) -> Request:
-    tokens = PROMPTS[i % len(PROMPTS)] if prompt is None else prompt
-    return Request(i, tokens, max_tokens, temperature, greedy, 1000 + i if seed is None else seed, stop)
-
-
-def run(made: TransformersEngine, requests: list[Request]) -> dict[int, Response]:
-    for r in requests:
-        made.submit(r)
-    done: dict[int, Response] = {}
-    while made.in_flight:
-        done |= {r.id: r for r in made.step()}
-    return done
-
-
-def full_logprobs(loaded: Weights, prompt, tokens, temperature: float) -> torch.Tensor:
-    made = engine(loaded)
-    with torch.no_grad():
-        logits = made._model(torch.tensor([list(prompt) + tokens])).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits.float() / temperature, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_recorded_logprobs_are_those_of_a_full_forward_pass(assets, temperature):
     loaded = weights(assets, 0)
     requests = [request(i, temperature=temperature) for i in range(12)]
     done = run(engine(loaded, max_rows=5), requests)  # 5 rows: requests join and leave a running batch
-    assert len(done) == 12 and {len(r.tokens) for r in done.values()} != {24}
+    assert len(done) == 12 and {len(r.tokens) for r in done.values()} != {MAX_TOKENS}
     for r in requests:
         expected = full_logprobs(loaded, r.prompt_tokens, done[r.id].tokens, temperature)
         assert np.allclose(done[r.id].logprobs, expected, atol=1e-4)
@@ -120,7 +92,7 @@ def test_greedy_equals_generate(assets, tmp_path):
         out = made._model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=24,
+            max_new_tokens=MAX_TOKENS,
             do_sample=False,
             eos_token_id=12,
             pad_token_id=13,
@@ -132,8 +104,7 @@ def test_greedy_equals_generate(assets, tmp_path):
 def test_an_adapter_merged_at_a_swap_answers_as_the_one_beside_its_base(assets):
     base = weights(assets, 1)
     made = engine(base)
-    model, _ = build_model(base.assets, dtype=torch.float32, device="cpu")
-    load_weights(model, base.tensors)
+    model = model_of(base)
     adapter = attach(model, LoRA(rank=4, alpha=8.0, target_modules=["q_proj", "v_proj", "down_proj"]))
     for tensor in adapter.tensors().values():
         tensor.normal_(std=0.3)
@@ -141,13 +112,12 @@ def test_an_adapter_merged_at_a_swap_answers_as_the_one_beside_its_base(assets):
     requests = [request(i) for i in range(3)]
     done = run(made, requests)
     for r in requests:
-        ids, tokens = torch.tensor([[*r.prompt_tokens, *done[r.id].tokens]]), torch.tensor(done[r.id].tokens)
-        logits = model(ids).logits[0, len(r.prompt_tokens) - 1 : -1]
-        wanted = torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0]
+        tokens = done[r.id].tokens
+        wanted = response_logprobs([(model, len(tokens))], r.prompt_tokens, tokens)
         assert np.allclose(done[r.id].logprobs, wanted, atol=1e-4)
         with adapter.off():  # a control
-            logits = model(ids).logits[0, len(r.prompt_tokens) - 1 : -1]
-        assert not np.allclose(wanted, torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0], atol=1e-2)
+            without = response_logprobs([(model, len(tokens))], r.prompt_tokens, tokens)
+        assert not np.allclose(wanted, without, atol=1e-2)
 
 
 def test_two_swaps_in_one_response_give_three_spans_and_their_logprobs(assets):

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import structlog
 import torch
-from support.vllm_models import CHARACTERS, EOS, PAD, Manifest, Weights, assets_of, save_small, small_weights
-from transformers import AutoModelForCausalLM, BloomConfig, DynamicCache
+from support.engines import PROMPTS, Manifest, Weights, full_logprobs, model_of, request, response_logprobs, run
+from support.vllm_models import CHARACTERS, EOS, PAD, assets_of, save_small, small_weights
+from transformers import AutoModelForCausalLM, BloomConfig
 
 from tba import failpoints
 from tba.contracts import config
@@ -13,9 +14,9 @@ from tba.contracts.config import LoRA
 from tba.contracts.errors import CorruptObject
 from tba.contracts.records import PolicyId, Span
 from tba.lora import attach, scale_of
-from tba.models import build_model, load_weights, weight_tensors
+from tba.models import weight_tensors
 from tba.searcher.engines import build
-from tba.searcher.engines.engine import Request, Response
+from tba.searcher.engines.engine import Response
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # vLLM's
@@ -23,7 +24,6 @@ pytestmark = [
 ]
 LORA = LoRA(rank=5, alpha=7.0, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"])
 """No rank of vLLM's, no power of two as a scale, and parts of what it packs."""
-PROMPTS = [[0, 7, 10, 4, 5, 11], [1, 2, 3], [9, 9, 10, 9, 9, 10, 1, 1, 11]]
 
 
 def make(lora: LoRA = LORA, *, tensor_parallel_size: int = 1, dtype="float32", **extra):
@@ -80,8 +80,7 @@ def loaded(base, engines):
 
 def adapted(base: Weights, version: int, lora: LoRA = LORA):
     """(snapshot of this version, the model of transformers with its adapter on)."""
-    model, _ = build_model(base.assets, dtype=torch.float32, device="cpu")
-    load_weights(model, base.tensors)
+    model = model_of(base)
     adapter = attach(model, lora)
     torch.manual_seed(version)
     with torch.no_grad():
@@ -92,41 +91,8 @@ def adapted(base: Weights, version: int, lora: LoRA = LORA):
     return Weights(manifest, base.tensors, base.assets, f"weights/{version}/manifest.json", tensors), model
 
 
-def plain(base: Weights):
-    model, _ = build_model(base.assets, dtype=torch.float32, device="cpu")
-    load_weights(model, base.tensors)
-    return model
-
-
-def request(i: int, *, greedy=False, max_tokens=32):
-    return Request(i, PROMPTS[i % 3], max_tokens, 1.0, greedy, 2**62 + i)
-
-
-def run(made, requests=()) -> dict[int, Response]:
-    for r in requests:
-        made.submit(r)
-    done: dict[int, Response] = {}
-    while made.in_flight:
-        done |= {r.id: r for r in made.step()}
-    return done
-
-
-@torch.no_grad()
-def logprobs(parts, prompt, tokens) -> np.ndarray:
-    """Of a response whose tokens were sampled by each part's model in turn, over the keys of those before."""
-    cache, fed, made, found = DynamicCache(), 0, 0, []
-    ids = [*prompt, *tokens]
-    for model, count in parts:
-        end = len(prompt) + made + count - 1  # the last token of a part is first seen by the next model
-        logits = model(torch.tensor([ids[fed:end]]), past_key_values=cache).logits[0, -count:]
-        wanted = torch.tensor(tokens[made : made + count])
-        found.append(torch.log_softmax(logits, -1).gather(1, wanted[:, None])[:, 0])
-        fed, made = end, made + count
-    return torch.cat(found).numpy()
-
-
 def agrees(model, response: Response) -> None:
-    expected = logprobs([(model, len(response.tokens))], PROMPTS[response.id % 3], response.tokens)
+    expected = response_logprobs([(model, len(response.tokens))], PROMPTS[response.id % 3], response.tokens)
     assert np.allclose(response.logprobs, expected, atol=1e-4)
 
 
@@ -143,13 +109,13 @@ def test_logprobs_are_those_of_the_adapter_beside_its_base_after_every_swap(base
             agrees(model, response)
             assert response.spans == [Span(len(response.tokens), 1, version)]
         # A control: without the adapter they are far away.
-        other = logprobs([(plain(base), len(done[0].tokens))], PROMPTS[0], done[0].tokens)
-        assert np.abs(np.array(done[0].logprobs) - other).mean() > 0.05
+        other = full_logprobs(base, PROMPTS[0], done[0].tokens)
+        assert np.abs(np.array(done[0].logprobs) - other.numpy()).mean() > 0.05
     assert made.takes_adapters
 
 
 def test_version_0_is_the_base_also_after_an_adapter(base, loaded):
-    model = plain(base)
+    model = model_of(base)
     first = run(loaded, [request(i) for i in range(6)])
     loaded.load(adapted(base, 1)[0])
     loaded.load(base)
@@ -175,8 +141,8 @@ def test_two_adapters_in_one_response_give_three_spans_and_the_logprobs_of_each(
     for r in long:
         counts = [s.num_tokens for s in r.spans]
         assert [(s.epoch, s.version) for s in r.spans] == [(1, 0), (1, 1), (1, 2)] and counts[:2] == [4, 4]
-        parts = list(zip((plain(base), second[1], third[1]), counts, strict=True))
-        assert np.allclose(r.logprobs, logprobs(parts, PROMPTS[0], r.tokens), atol=1e-4)
+        parts = list(zip((model_of(base), second[1], third[1]), counts, strict=True))
+        assert np.allclose(r.logprobs, response_logprobs(parts, PROMPTS[0], r.tokens), atol=1e-4)
 
 
 def test_only_the_adapter_goes_in_where_the_base_is_the_same(base, loaded):

@@ -1,13 +1,24 @@
 """The real vLLM on a CPU. Importing it takes 12 s and more, so one engine serves most tests of this file."""
 
 import copy
+import tempfile
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from support.vllm_models import CHARACTERS, EOS, Manifest, Weights, assets_of, save_small, small_weights
-from transformers import DynamicCache
+from support.engines import (
+    PROMPTS,
+    Manifest,
+    Weights,
+    full_logprobs,
+    model_of,
+    request,
+    response_logprobs,
+    run,
+)
+from support.vllm_models import CHARACTERS, EOS, assets_of, save_small, small_weights
 
 from tba import failpoints
 from tba.contracts import config
@@ -15,16 +26,14 @@ from tba.contracts.config import LoRA
 from tba.contracts.errors import CorruptObject, UserError
 from tba.contracts.records import FinishReason, PolicyId, Span
 from tba.lora import attach, merged
-from tba.models import build_model, load_weights
 from tba.searcher.engines import build
-from tba.searcher.engines.engine import Request, Response
+from tba.searcher.engines.engine import Response
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # vLLM's
     pytest.mark.timeout(600),
 ]
-ROWS, MAX_LEN, MAX_TOKENS = 16, 512, 32
-PROMPTS = [[0, 7, 10, 4, 5, 11], [1, 2, 3], [9, 9, 10, 9, 9, 10, 1, 1, 11]]
+ROWS, MAX_LEN = 16, 512
 
 
 def make(*, tensor_parallel_size: int = 1, **extra):
@@ -69,44 +78,8 @@ def loaded(assets, engines):
     made.abort()
 
 
-def request(i: int, *, prompt=None, max_tokens=MAX_TOKENS, greedy=False, seed=None, stop=(), temperature=1.0):
-    tokens = PROMPTS[i % len(PROMPTS)] if prompt is None else prompt
-    return Request(i, tokens, max_tokens, temperature, greedy, 2**62 + i if seed is None else seed, stop)
-
-
-def run(made, requests=()) -> dict[int, Response]:
-    for r in requests:
-        made.submit(r)
-    done: dict[int, Response] = {}
-    while made.in_flight:
-        done |= {r.id: r for r in made.step()}
-    return done
-
-
-def reference(weights: Weights):
-    model, _ = build_model(weights.assets, dtype=torch.float32, device="cpu")
-    load_weights(model, weights.tensors)
-    return model
-
-
-@torch.no_grad()
-def full_logprobs(weights: Weights, prompt, tokens, temperature: float = 1.0) -> torch.Tensor:
-    logits = reference(weights)(torch.tensor([list(prompt) + tokens])).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-
-
-@torch.no_grad()
-def swapped_logprobs(parts: list[tuple[Weights, int]], prompt, tokens) -> torch.Tensor:
-    """Of a response whose tokens were sampled by each part's weights in turn, over the keys of those before."""
-    cache, fed, made, found = DynamicCache(), 0, 0, []
-    ids = [*prompt, *tokens]
-    for weights, count in parts:
-        end = len(prompt) + made + count - 1  # the last token of a part is first seen by the next weights
-        logits = reference(weights)(torch.tensor([ids[fed:end]]), past_key_values=cache).logits[0, -count:]
-        wanted = torch.tensor(tokens[made : made + count])
-        found.append(torch.log_softmax(logits, -1).gather(1, wanted[:, None])[:, 0])
-        fed, made = end, made + count
-    return torch.cat(found)
+def sockets(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_socket()]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -128,8 +101,7 @@ def test_recorded_logprobs_are_those_of_transformers_also_after_swaps(assets, en
 @torch.no_grad()
 def test_an_adapter_merged_at_a_swap_answers_as_the_one_beside_its_base(loaded):
     made, base = loaded
-    model, _ = build_model(base.assets, dtype=torch.float32, device="cpu")
-    load_weights(model, base.tensors)
+    model = model_of(base)
     adapter = attach(model, LoRA(rank=4, alpha=8.0, target_modules=["q_proj", "v_proj", "down_proj"]))
     for tensor in adapter.tensors().values():
         tensor.normal_(std=0.1)
@@ -137,19 +109,18 @@ def test_an_adapter_merged_at_a_swap_answers_as_the_one_beside_its_base(loaded):
     requests = [request(i) for i in range(3)]
     done = run(made, requests)
     for r in requests:
-        ids, tokens = torch.tensor([[*r.prompt_tokens, *done[r.id].tokens]]), torch.tensor(done[r.id].tokens)
-        logits = model(ids).logits[0, len(r.prompt_tokens) - 1 : -1]
-        wanted = torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0]
+        tokens = done[r.id].tokens
+        wanted = response_logprobs([(model, len(tokens))], r.prompt_tokens, tokens)
         assert np.allclose(done[r.id].logprobs, wanted, atol=1e-4)
         with adapter.off():  # a control
-            logits = model(ids).logits[0, len(r.prompt_tokens) - 1 : -1]
-        assert not np.allclose(wanted, torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0], atol=1e-2)
+            without = response_logprobs([(model, len(tokens))], r.prompt_tokens, tokens)
+        assert not np.allclose(wanted, without, atol=1e-2)
 
 
 def test_sampled_frequencies_are_the_whole_distribution(loaded):
     made, weights = loaded
     with torch.no_grad():
-        logits = reference(weights)(torch.tensor([PROMPTS[0]])).logits[0, -1]
+        logits = model_of(weights)(torch.tensor([PROMPTS[0]])).logits[0, -1]
     expected = torch.softmax(logits / 2.0, -1).numpy()
     n = 4000
     done = run(made, [request(i, prompt=PROMPTS[0], max_tokens=1, temperature=2.0) for i in range(n)])
@@ -162,7 +133,7 @@ def test_sampled_frequencies_are_the_whole_distribution(loaded):
 def test_greedy_is_the_most_likely_token_and_has_no_logprobs(loaded):
     made, weights = loaded
     done = run(made, [request(i, greedy=True, max_tokens=12) for i in range(3)])
-    model = reference(weights)
+    model = model_of(weights)
     for i in range(3):
         ids = list(PROMPTS[i])
         with torch.no_grad():
@@ -211,13 +182,14 @@ def test_two_swaps_in_one_response_give_three_spans_and_the_logprobs_of_each(ass
             done += made.step()
     finally:
         made._engine.step = step
+    models = [model_of(weights) for weights in (first, second, third)]
     long = [r for r in done if len(r.tokens) > 8]
     assert len(long) > 3
     for r in long:
         counts = [s.num_tokens for s in r.spans]
         assert [(s.epoch, s.version) for s in r.spans] == [(1, 1), (1, 2), (1, 3)] and counts[:2] == [4, 4]
-        parts = list(zip((first, second, third), counts, strict=True))
-        assert np.allclose(r.logprobs, swapped_logprobs(parts, PROMPTS[1], r.tokens), atol=1e-4)
+        parts = list(zip(models, counts, strict=True))
+        assert np.allclose(r.logprobs, response_logprobs(parts, PROMPTS[1], r.tokens), atol=1e-4)
     if made._features.counts_versions:  # vLLM's own account of the same
         theirs = {int(o.request_id): o.outputs[0].weight_versions for o in finished if o.finished}
         for r in done:
@@ -429,7 +401,16 @@ def test_before_its_first_weights_an_engine_wants_nothing_and_checks_its_setting
         make(block_size="many").load(small_weights(assets[True], 1))
 
 
-def test_worker_processes_take_every_version_from_shared_memory(assets):  # the last: it ends what all engines share
+@pytest.fixture
+def temporary(monkeypatch):
+    """The temporary directory of the test, with a short name: the path of a socket has 107 bytes."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+# The last: it ends what all engines share.
+def test_worker_processes_take_every_version_from_shared_memory_and_leave_no_socket(assets, temporary):
     made = make(tensor_parallel_size=2, logprobsShare=1.0)
     try:
         for seed in (1, 2, 3):
@@ -439,5 +420,7 @@ def test_worker_processes_take_every_version_from_shared_memory(assets):  # the 
             for i in range(6):
                 expected = full_logprobs(weights, PROMPTS[i % 3], done[i].tokens)
                 assert np.allclose(done[i].logprobs, expected, atol=1e-4)
+        assert {path.parent for path in sockets(temporary)} == {made._folder.path}
     finally:
         made.close()
+    assert sockets(temporary) == [] and list(temporary.glob("tba-engine-*")) == []

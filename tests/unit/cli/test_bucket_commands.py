@@ -153,14 +153,14 @@ def test_a_run_of_another_release_is_told_without_a_traceback(uri, capsys, comma
 def test_storage_commands_go_to_the_endpoint_and_region_of_the_command_line(command, capsys, monkeypatch):
     opened = []
 
-    def refuse(uri, **address):
-        opened.append((uri, address))
+    def refuse(uri, *, endpoint, region, **_):
+        opened.append((uri, endpoint, region))
         raise UserError("enough")
 
-    monkeypatch.setattr("tba.store.open_store", refuse)
+    monkeypatch.setattr("tba.cli.target.open_store", refuse)
     address = ["--endpoint", "http://host:1", "--region", "r"]
     assert run(capsys, "storage", command[0], "s3://b/p", *command[1:], *address)[0] == 64
-    assert opened == [("s3://b/p", {"endpoint": "http://host:1", "region": "r"})]
+    assert opened == [("s3://b/p", "http://host:1", "r")]
 
 
 def test_a_place_without_a_run_is_told(tmp_path, capsys):

@@ -4,7 +4,8 @@
 """
 
 import pytest
-from support.model import Explorer, Rules, Scope
+from support.model import Explorer
+from support.model_world import Rules, Scope
 
 from tba.contracts.records import IngestState
 from tba.protocol.commit import Read

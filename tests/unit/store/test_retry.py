@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tba.contracts.errors import StoreUnavailable, UserError
 from tba.store.protocol import AccessDenied, NotFound
-from tba.store.retry import Retrier, RetryPolicy, Rotation, Transient, Weather, WrongIdentity
+from tba.store.retry import Retrier, RetryPolicy, Rotation, Transient, Wait, Weather, WrongIdentity
 
 
 class FakeTime:
@@ -110,7 +110,47 @@ def test_no_wait_begins_that_would_end_beyond_the_budget(budget, cap, base, atte
     assert all(0 <= seconds <= cap for seconds in time.slept)
 
 
-@pytest.mark.parametrize("wrong", [{"max_attempts": 0}, {"budget_seconds": -1}, {"request_timeout_seconds": 0}])
+def test_a_store_that_never_answered_has_a_budget_of_its_own_and_later_the_whole_one():
+    retrier, time = make(RetryPolicy(budget_seconds=60, first_budget_seconds=5, base_delay_seconds=1))
+    with pytest.raises(StoreUnavailable, match=r"budget 5 s"):
+        retrier.call("get", "k", failing(99))
+    assert time.now <= 5
+    retrier.call("get", "k", lambda: "ok")
+    since = time.now
+    with pytest.raises(StoreUnavailable, match=r"budget 60 s"):
+        retrier.call("get", "k", failing(99))
+    assert 30 < time.now - since <= 60
+
+
+def test_every_wait_is_told_with_its_cause_its_place_and_what_is_left():
+    time, told = FakeTime(), []
+    policy = RetryPolicy(base_delay_seconds=1, budget_seconds=10)
+    retrier = Retrier(
+        policy, clock=time.clock, sleep=time.sleep, uniform=lambda: 1.0, place=lambda: "http://s3", on_wait=told.append
+    )
+
+    def refused() -> None:
+        raise Transient("GET http://s3/k: Connection refused", "Connection refused")
+
+    with pytest.raises(StoreUnavailable, match=r"check that http://s3 is up"):
+        retrier.call("get", "k", refused)
+    assert told == [Wait("http://s3", "Connection refused", s, left) for s, left in [(1, 10), (3, 9), (7, 7)]]
+
+
+def test_a_rotation_is_told_with_its_own_patience():
+    told: list[Wait] = []
+    time = FakeTime()
+    retrier = Retrier(
+        RetryPolicy(base_delay_seconds=1), clock=time.clock, sleep=time.sleep, rotation=ROTATION, on_wait=told.append
+    )
+    assert retrier.call("get", "k", unknown(0.5, time)) == "done"
+    assert "InvalidAccessKeyId" in told[0].cause and told[0].left_seconds == ROTATION.first_seconds
+
+
+WRONG = [{"max_attempts": 0}, {"budget_seconds": -1}, {"first_budget_seconds": -1}, {"request_timeout_seconds": 0}]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_a_policy_that_cannot_work_is_refused(wrong):
     with pytest.raises(ValueError):
         RetryPolicy(**wrong)

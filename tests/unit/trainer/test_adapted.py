@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file
 from support.learning import feed, live_config, make_learner, make_shard, run_config, tiny_llama
 from support.tiny_run import TinyRun
+from torch.nn.functional import linear
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from tba.cli import main
 from tba.cli.model_directory import of_checkpoint, read_snapshot
@@ -237,6 +239,22 @@ def test_the_adapter_of_a_fork_names_no_base_for_it_is_not_that_of_model_uri(com
 def test_an_adapter_that_is_not_there_is_told(complete, tmp_path, capsys):
     assert run_command("export", complete.uri, "--adapter", "--step", "0", "-o", str(tmp_path / "a")) == 64
     assert "version 0 is the base itself: choose a later --step" in capsys.readouterr().err
+
+
+def test_a_target_that_is_never_called_is_told_before_the_run_is_recorded(tmp_path, monkeypatch):
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: linear(x, self.gate_proj.weight)[..., : x.shape[-1]])
+    run = TinyRun(tmp_path, model={"lora": LORA | {"targetModules": ["q_proj", "gate_proj"]}})
+    with pytest.raises(UserError, match="mlp.gate_proj and never calls it"):
+        run.trainer()
+    assert find_run_record(open_store(run.uri)) is None
+
+
+def test_a_target_that_is_not_called_by_the_kernels_of_this_device_is_told(monkeypatch):
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: linear(x, self.gate_proj.weight)[..., : x.shape[-1]])
+    config = lora_config()
+    lora = LoRA.model_validate(LORA | {"targetModules": ["gate_proj"]})
+    with pytest.raises(UserError, match="mlp.gate_proj and never calls it"):
+        make_learner(config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})}))
 
 
 def test_targets_that_are_not_there_are_told_before_the_run_is_recorded(tmp_path):

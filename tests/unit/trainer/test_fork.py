@@ -6,11 +6,13 @@ import pytest
 import torch
 from support.tiny_run import TinyRun
 
+from tba.contracts.config import ForkFrom
 from tba.contracts.errors import UserError
 from tba.contracts.keys import LATEST, RUN, WEIGHTS
 from tba.contracts.records import Latest, RunRecord
 from tba.run_record import read_run_record
 from tba.trainer.checkpoint import read_checkpoint
+from tba.trainer.fork import outline_fork
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +77,14 @@ def test_a_step_without_a_checkpoint_is_refused_with_the_steps_there_are(trained
     with pytest.raises(UserError, match=r"forkFrom.step: the run at .* no checkpoint of step 1; there are \[0, 2, 3\]"):
         TinyRun(tmp_path / "fork", fork_from=(trained, 1)).trainer()
     assert not (tmp_path / "fork" / "store" / "run.json").exists(), "a mistake is not fixed for good"
+
+
+def test_what_a_fork_begins_with_is_known_before_its_weights_are_read(trained):
+    store, settings = trained.ready.store, trained.ready.record.config.model
+    model, tokenizer = outline_fork(store, ForkFrom(uri=trained.uri, step=2), settings)
+    assert {p.device.type for p in model.parameters()} == {"meta"} and tokenizer("1+2=")["input_ids"]
+    with pytest.raises(UserError, match="no checkpoint of step 1"):
+        outline_fork(store, ForkFrom(uri=trained.uri, step=1), settings)
 
 
 def test_a_checkpoint_whose_weights_were_swept_is_none(trained, tmp_path):

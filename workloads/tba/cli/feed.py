@@ -45,6 +45,11 @@ class Feed:
         self._thread.join(_TIMEOUT_SECONDS + 1)
         self._store.close()
 
+    def first_look(self) -> History:
+        """Read the history in this thread. Raises: UserError, StoreUnavailable."""
+        self._read()
+        return self.history
+
     def refresh_now(self) -> History:
         """Read the history in this thread; the old one if that fails."""
         self._attempt(self._read)

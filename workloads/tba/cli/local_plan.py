@@ -116,7 +116,7 @@ class Plan:
             RewardPool(self.job.spec.task.reward, num_workers=1, search_path=self.job_file.parent).close()
 
     def to_dict(self) -> dict[str, Any]:
-        """For `--dry-run --json`."""
+        """For `--dry-run --json`: what would start."""
         trainer, searchers = self.programs(port=0, environment={})
         return {
             "job": self.job.model_dump(mode="json"),

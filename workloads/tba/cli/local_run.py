@@ -60,8 +60,11 @@ class LocalRun:
                 return self._close(code, feed.refresh_now())
 
     def _refuse_other_runs(self, feed: Feed) -> None:
-        """Before anything is started: a searcher of ours would add rows to a run that is not."""
-        found = feed.refresh_now().run
+        """Before anything is started: a searcher of ours would add rows to a run that is not.
+
+        Raises: UserError; StoreUnavailable, since a run that cannot be read can be anybody's.
+        """
+        found = feed.first_look().run
         if found is not None:
             refuse_foreign(
                 found,
@@ -71,7 +74,7 @@ class LocalRun:
 
     def _supervise(self, feed: Feed, environment: dict[str, str]) -> int:
         trainer, searchers = self._plan.programs(port=feed.progress_port, environment=environment)
-        before = feed.refresh_now()
+        before = feed.history
         if before.latest is not None:
             self._say(f"resumes: the store holds this run at step {before.latest.step} ({before.latest.state.value})")
         with Screen(self._console) as screen:

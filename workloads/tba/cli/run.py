@@ -32,7 +32,9 @@ def command(
         Path | None,
         typer.Option(help="Directory for a timeline of each process, for https://ui.perfetto.dev or chrome://tracing."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the job and show what would start.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check job, model and prompts, and show what would start.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Result as JSON on standard output.")] = False,
 ) -> int:
     """Run JOB here: trainer and searchers as processes, live progress. Ctrl-C stops cleanly, rerun resumes."""
@@ -45,7 +47,11 @@ def command(
         planned = replace(planned, trace=trace.resolve())
     planned.check_reward()
     if dry_run:
-        typer.echo(json.dumps(planned.to_dict(), indent=2) if as_json else planned.describe())
+        from tba.cli.preflight import check_inputs  # torch and transformers: a run has them in its processes only
+
+        found = check_inputs(planned)
+        document = planned.to_dict() | found.to_dict()
+        typer.echo(json.dumps(document, indent=2) if as_json else f"{planned.describe()}\n{found.describe()}")
         return 0
     raise_on_sigterm()  # before and after the time in which LocalRun answers it: an embedded server must end too
     return LocalRun(planned, as_json=as_json).run()

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tba.cli.target import Endpoint, Region
+from tba.cli.target import Endpoint, Region, StorageTarget, open_address
 
 app = typer.Typer(no_args_is_help=True, help="Check or serve the storage of runs, sweep or delete a run.")
 _UriArgument = Annotated[str, typer.Argument(metavar="URI", help="s3://bucket/prefix or file://directory")]
@@ -22,10 +22,9 @@ def check(
 ) -> None:
     """Try every promise a run relies on, such as conditional writes, under a prefix that is removed again."""
     from tba.cli.table import show
-    from tba.store import open_store
     from tba.store.probe import probe, require
 
-    store = open_store(uri, endpoint=endpoint, region=region)
+    store = open_address(StorageTarget(uri=uri, endpoint=endpoint, region=region))
     try:
         results = probe(store)
     finally:
@@ -75,10 +74,9 @@ def gc(
     """
     from tba.protocol.garbage import Retention
     from tba.run_record import read_run_record
-    from tba.store import open_store
     from tba.trainer.garbage import Onlooker, Sweeper
 
-    store = open_store(uri, endpoint=endpoint, region=region)
+    store = open_address(StorageTarget(uri=uri, endpoint=endpoint, region=region))
     try:
         live = read_run_record(store).live
         retention = Retention.of(live.sync, live.storage)
@@ -107,9 +105,9 @@ def delete(
     """Delete one run with everything it stored. Refuses a prefix that holds no run.json."""
     from tba.contracts.errors import UserError
     from tba.contracts.keys import LATEST, RUN
-    from tba.store import NotFound, open_store
+    from tba.store import NotFound
 
-    store = open_store(uri, endpoint=endpoint, region=region)
+    store = open_address(StorageTarget(uri=uri, endpoint=endpoint, region=region))
     try:
         try:
             store.head(RUN)

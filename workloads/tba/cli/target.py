@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from tba.cli.waiting import ATTENDED, WaitTeller
 from tba.contracts.base import Contract
 from tba.contracts.config import Storage
 from tba.contracts.errors import UserError
@@ -69,11 +70,16 @@ def open_target(name: str, *, endpoint: str | None = None, region: str | None = 
 
 
 def open_address(target: StorageTarget) -> ObjectStore:
-    """The store at an address."""
+    """The store at an address, which does not keep a person waiting in silence. Raises: UserError."""
     if target.credentials_file:
         os.environ.setdefault("AWS_SHARED_CREDENTIALS_FILE", target.credentials_file)
     return open_store(
-        target.uri, endpoint=target.endpoint, region=target.region, force_path_style=target.force_path_style
+        target.uri,
+        endpoint=target.endpoint,
+        region=target.region,
+        force_path_style=target.force_path_style,
+        retry=ATTENDED,
+        on_wait=WaitTeller(),
     )
 
 

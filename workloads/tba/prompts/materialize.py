@@ -5,7 +5,7 @@ prompt id means the same to everybody. Ids are row numbers after too long and em
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -58,6 +58,17 @@ class PromptSet:
         return self.tokens[self.offsets[i] : self.offsets[i + 1]]
 
 
+@dataclass(frozen=True, slots=True)
+class Usable:
+    """Prompts of a source that can be trained on, in its order."""
+
+    kept: list[tuple[RawPrompt, list[int]]]
+    """Each with its token ids."""
+    too_long: int
+    empty: int
+    """How many of each kind were dropped on the way."""
+
+
 def materialize(
     config: Prompts,
     tokenizer: "PreTrainedTokenizerBase",
@@ -70,8 +81,35 @@ def materialize(
 ) -> tuple[str, bytes]:
     """The sha256 and bytes of the prompt set (store at `keys.prompts_key(sha256)`): its first `limit` usable prompts.
 
-    Prompts of more than `max_prompt_tokens` tokens, or none, are dropped and counted. Equal input gives equal bytes.
-    `token` is for hf://; null takes the environment's.
+    Equal input gives equal bytes. Arguments and errors are those of `usable_prompts`.
+    """
+    usable = usable_prompts(
+        config,
+        tokenizer,
+        base_dir=base_dir,
+        max_prompt_tokens=max_prompt_tokens,
+        limit=limit,
+        open_store=open_store,
+        token=token,
+    )
+    data = _encode(usable)
+    return hashlib.sha256(data).hexdigest(), data
+
+
+def usable_prompts(
+    config: Prompts,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    base_dir: Path,
+    max_prompt_tokens: int,
+    limit: int | None = None,
+    open_store: OpenStore = default_open_store,
+    token: str | None = None,
+) -> Usable:
+    """The first `limit` usable prompts; reads little more than these.
+
+    Prompts of more than `max_prompt_tokens` tokens, or none, are dropped and counted. `token` is for hf://; null takes
+    the environment's.
 
     Raises: UserError if no row is there or left, or a row, template or chat template does not fit; StoreUnavailable.
     """
@@ -93,8 +131,7 @@ def materialize(
             f"no usable prompt in {name_of(config)}: {too_long} longer than {max_prompt_tokens} tokens, {empty} empty: "
             "raise model.maxModelLen, lower task.sampling.maxTokens, or check the data"
         )
-    data = _encode(kept, too_long, empty)
-    return hashlib.sha256(data).hexdigest(), data
+    return Usable(kept, too_long, empty)
 
 
 def load_prompt_set(store: ObjectStore, key: str) -> PromptSet:
@@ -116,13 +153,13 @@ def load_prompt_set(store: ObjectStore, key: str) -> PromptSet:
     return PromptSet(cast(list[str], texts), answers, flat, offsets, too_long, empty)
 
 
-def _encode(kept: Sequence[tuple[RawPrompt, list[int]]], too_long: int, empty: int) -> bytes:
+def _encode(usable: Usable) -> bytes:
     columns = [
-        pa.array([p.text for p, _ in kept], pa.string()),
-        pa.array([p.answer for p, _ in kept], pa.string()),
-        pa.array([tokens for _, tokens in kept], SCHEMA.field("tokens").type),
+        pa.array([p.text for p, _ in usable.kept], pa.string()),
+        pa.array([p.answer for p, _ in usable.kept], pa.string()),
+        pa.array([tokens for _, tokens in usable.kept], SCHEMA.field("tokens").type),
     ]
-    metadata = {_TOO_LONG: str(too_long).encode(), _EMPTY: str(empty).encode()}
+    metadata = {_TOO_LONG: str(usable.too_long).encode(), _EMPTY: str(usable.empty).encode()}
     return write_single_batch(SCHEMA.with_metadata(metadata), columns)
 
 

@@ -8,6 +8,7 @@ import io
 import json
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -65,13 +66,26 @@ def _open_file(uri: str, path: Path) -> BinaryIO:
     return path.open("rb")
 
 
+def object_bytes(uri: str, open_store: OpenStore) -> int:
+    """Size of an s3:// source. Raises: UserError if it is not there; StoreUnavailable."""
+    with _object(uri, open_store) as (store, key):
+        return store.head(key).size
+
+
 def _open_object(uri: str, open_store: OpenStore) -> BinaryIO:
+    with _object(uri, open_store) as (store, key):
+        return io.BytesIO(store.get(key).data)
+
+
+@contextmanager
+def _object(uri: str, open_store: OpenStore) -> Iterator[tuple[ObjectStore, str]]:
+    """The store and key of one object, open within."""
     parent, _, name = uri.rpartition("/")
     if not name or parent.endswith("/"):  # s3://bucket/key at least
         raise UserError(f"prompts.uri must name one object as s3://bucket/key.jsonl, got {uri}")
     store = open_store(parent)
     try:
-        return io.BytesIO(store.get(name).data)
+        yield store, name
     except NotFound as error:
         raise UserError(f"prompts.uri {uri}: no such object: check the bucket, the key and storage.endpoint") from error
     finally:

@@ -15,7 +15,7 @@ from tba.store.protocol import (
     Readable,
     StoredObject,
 )
-from tba.store.retry import Observer, RetryPolicy, Weather
+from tba.store.retry import Observer, RetryPolicy, Wait, WaitListener, Weather
 
 if TYPE_CHECKING:
     from tba.store.transfer import TransferSettings
@@ -30,6 +30,8 @@ __all__ = [
     "Readable",
     "RetryPolicy",
     "StoredObject",
+    "Wait",
+    "WaitListener",
     "Weather",
     "open_store",
 ]
@@ -46,11 +48,13 @@ def open_store(
     transfer: "TransferSettings | None" = None,
     observe: Observer | None = None,
     weather: Weather | None = None,
+    on_wait: WaitListener | None = None,
 ) -> ObjectStore:
     """Open the store at `s3://bucket/prefix`, `file:///absolute` or `file://relative`; sends nothing yet.
 
     Endpoint, region and CA default to boto3's environment variables; credentials come from
-    `$TBA_CREDENTIALS_DIR` or its chain only. `weather` is told how requests fare.
+    `$TBA_CREDENTIALS_DIR` or its chain only. `weather` is told how requests fare, `on_wait` of each sleep between two
+    attempts.
     Raises: UserError for a malformed URI or missing credentials.
     """
     if uri.startswith("s3://"):
@@ -67,10 +71,12 @@ def open_store(
             environ=os.environ,
         )
         keys = find_credentials(os.environ)
-        return S3Store(location, keys, retry=retry, settings=transfer, observe=observe, weather=weather)
+        return S3Store(
+            location, keys, retry=retry, settings=transfer, observe=observe, weather=weather, on_wait=on_wait
+        )
     path = uri.removeprefix("file://")
     if path == uri or not path:
         raise UserError(f"storage URI must be s3://bucket/prefix or file://directory, got {uri!r}")
     from tba.store.local import LocalStore
 
-    return LocalStore(Path(path), retry=retry, observe=observe, weather=weather)
+    return LocalStore(Path(path), retry=retry, observe=observe, weather=weather, on_wait=on_wait)

@@ -34,7 +34,7 @@ from tba.store.protocol import (
     check_prefix,
     flat_view,
 )
-from tba.store.retry import Observer, Retrier, RetryPolicy, Transient, Weather
+from tba.store.retry import Observer, Retrier, RetryPolicy, Transient, WaitListener, Weather
 
 T = TypeVar("T")
 _TEMPORARY_MAX_AGE_SECONDS = 86400.0
@@ -55,6 +55,7 @@ class LocalStore:
         retry: RetryPolicy | None = None,
         observe: Observer | None = None,
         weather: Weather | None = None,
+        on_wait: WaitListener | None = None,
         part_bytes: int = _PART_BYTES,
         num_threads: int = 4,
     ) -> None:
@@ -66,7 +67,7 @@ class LocalStore:
         self._private = self._root / RESERVED
         self._part_bytes = part_bytes
         policy = retry or RetryPolicy()
-        self._retrier = Retrier(policy, observe=observe, weather=weather)
+        self._retrier = Retrier(policy, observe=observe, weather=weather, place=lambda: self.uri, on_wait=on_wait)
         self._lock_retrier = Retrier(
             replace(
                 policy,

@@ -29,6 +29,11 @@ Outcomes: `ok`, `refused` (an answer, such as NotFound), `retried`, `error`.
 class Transient(Exception):
     """A failure that may pass: the retrier tries again."""
 
+    def __init__(self, message: str, cause: str = "") -> None:
+        super().__init__(message)
+        self.cause = cause or message
+        """In a few words, such as `Connection refused`."""
+
 
 class WrongIdentity(UserError):
     """The server does not know these credentials. During a rotation that passes: see `Rotation`."""
@@ -41,6 +46,23 @@ class Trouble(NamedTuple):
     """Unix seconds of the first."""
     error: str
     """Of the newest."""
+
+
+class Wait(NamedTuple):
+    """A call was not served and sleeps before its next attempt."""
+
+    place: str
+    """The endpoint or directory."""
+    cause: str
+    """Why, in a few words."""
+    seconds: float
+    """From the call's beginning to the next attempt."""
+    left_seconds: float
+    """From now until the call gives up, at the most."""
+
+
+WaitListener = Callable[[Wait], None]
+"""Told before every sleep, in the thread of the call."""
 
 
 class Weather:
@@ -75,9 +97,12 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How long to insist. A call takes at most `budget_seconds` + one request's time limit."""
+    """How long to insist. A call takes at most its budget + one request's time limit."""
 
     budget_seconds: float = 120.0
+    first_budget_seconds: float | None = None
+    """That of calls before the store has served any: a shorter one suits an address that may be mistyped. None: the
+    same."""
     max_attempts: int = 20
     base_delay_seconds: float = 0.1
     max_delay_seconds: float = 20.0
@@ -85,8 +110,8 @@ class RetryPolicy:
     connect_timeout_seconds: float = 5.0
 
     def __post_init__(self) -> None:
-        if self.max_attempts < 1 or self.budget_seconds < 0:
-            raise ValueError(f"need max_attempts >= 1 and budget_seconds >= 0, got {self}")
+        if self.max_attempts < 1 or min(self.budget_seconds, self.first_budget_seconds or 0) < 0:
+            raise ValueError(f"need max_attempts >= 1 and budgets >= 0, got {self}")
         if min(self.request_timeout_seconds, self.connect_timeout_seconds, self.base_delay_seconds) <= 0:
             raise ValueError(f"timeouts and delays must be positive, got {self}")
 
@@ -104,7 +129,10 @@ class Retrier:
         observe: Observer | None = None,
         weather: Weather | None = None,
         rotation: Rotation | None = None,
+        place: Callable[[], str] = lambda: "the storage",
+        on_wait: WaitListener | None = None,
     ) -> None:
+        """`place`: where requests go now, for people."""
         self.policy = policy
         self._clock = clock
         self._sleep = sleep
@@ -112,6 +140,8 @@ class Retrier:
         self._observe = observe or (lambda operation, outcome: None)
         self._weather = weather or Weather()
         self._rotation = rotation or Rotation()
+        self._place = place
+        self._on_wait = on_wait or (lambda wait: None)
         self._known = False  # the server has taken our credentials once
 
     def call(self, operation: str, subject: str, attempt: Callable[[], T], *, remedy: str = "") -> T:
@@ -127,17 +157,26 @@ class Retrier:
             try:
                 return self._try(operation, attempt)
             except Transient as error:
-                delay = self.delay(number)
-                spent = self._clock() + delay > started + self.policy.budget_seconds
-                if number >= self.policy.max_attempts or spent:
+                cause, delay, patience = error.cause, self.delay(number), self._budget_seconds
+                if number >= self.policy.max_attempts or self._clock() + delay > started + patience:
                     self._observe(operation, "unavailable")
                     raise self.give_up(operation, subject, number, error, remedy) from error
             except WrongIdentity as error:
-                delay = self.delay(number)
-                patience = self._rotation.later_seconds if self._known else self._rotation.first_seconds
+                cause, delay, patience = str(error), self.delay(number), self._rotation_seconds
                 if self._clock() + delay >= started + patience:
                     raise self._refused(error) from error
+            waited = self._clock() - started
+            self._on_wait(Wait(self._place(), cause, waited + delay, patience - waited))
             self._sleep(delay)
+
+    @property
+    def _budget_seconds(self) -> float:
+        first = self.policy.first_budget_seconds
+        return self.policy.budget_seconds if self._known or first is None else first
+
+    @property
+    def _rotation_seconds(self) -> float:
+        return self._rotation.later_seconds if self._known else self._rotation.first_seconds
 
     def _try(self, operation: str, attempt: Callable[[], T]) -> T:
         outcome = "error"
@@ -178,8 +217,8 @@ class Retrier:
         self, operation: str, subject: str, attempts: int, error: Exception, remedy: str = ""
     ) -> StoreUnavailable:
         """The exception that ends a call whose budget is spent."""
-        advice = remedy or "check that the storage is up and reachable from here"
+        advice = remedy or f"check that {self._place()} is up and reachable from here"
         return StoreUnavailable(
             f"storage did not serve {operation} {subject} in {attempts} attempts "
-            f"(budget {self.policy.budget_seconds:g} s); last error: {error}; {advice}"
+            f"(budget {self._budget_seconds:g} s); last error: {error}; {advice}"
         )

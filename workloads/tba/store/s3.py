@@ -23,7 +23,7 @@ from tba.store.protocol import (
     check_prefix,
     flat_view,
 )
-from tba.store.retry import Observer, Retrier, RetryPolicy, Transient, Weather
+from tba.store.retry import Observer, Retrier, RetryPolicy, Transient, WaitListener, Weather
 from tba.store.s3_errors import classify_message, error_code
 from tba.store.transfer import Transfer, TransferSettings, UploadLost
 
@@ -59,13 +59,21 @@ class S3Store:
         settings: TransferSettings | None = None,
         observe: Observer | None = None,
         weather: Weather | None = None,
+        on_wait: WaitListener | None = None,
     ) -> None:
         self.uri = location.uri
         policy = retry or RetryPolicy()
         self._settings = settings or TransferSettings()
         self._keys = keys
         self._link = _Link(location, connect(location, keys, policy))
-        self._retrier = Retrier(policy, observe=observe, weather=weather, rotation=keys.rotation)
+        self._retrier = Retrier(
+            policy,
+            observe=observe,
+            weather=weather,
+            rotation=keys.rotation,
+            place=lambda: self.location.endpoint or "S3",
+            on_wait=on_wait,
+        )
         self.transfer = Transfer(self._sign, self._retrier, self._settings, self._tls)
 
     @property
@@ -186,8 +194,7 @@ class S3Store:
             except (BaseError, FileNotFoundError) as error:  # the latter is obstore's "not found"
                 raise classify_message(str(error), subject) from error
 
-        remedy = f"check that {self.location.endpoint or 'S3'} is up and reachable from here"
-        return self._retrier.call(operation, subject, attempt, remedy=remedy)
+        return self._retrier.call(operation, subject, attempt)
 
     def _get(self, key: str, options: "GetOptions | None" = None) -> StoredObject:
         reply = self._link.client.get(self.location.path(key), options=options)

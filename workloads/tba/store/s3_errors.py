@@ -63,9 +63,10 @@ def classify_broken(text: str, subject: str) -> Exception:
             "give the CA with AWS_CA_BUNDLE (in a cluster: storage.caBundleConfigMapRef), "
             "or correct the endpoint's scheme"
         )
-    cause = re.search(r'message: "([^"]+)"|error: "([^"]+)"|kind: (Timeout)', text)
+    found = re.search(r'message: "([^"]+)"|error: "([^"]+)"|kind: (Timeout)', text)
     first_line = text.split("\n", 1)[0]
-    return Transient(f"{first_line} ({next(g for g in cause.groups() if g)})" if cause else first_line)
+    cause = next(g for g in found.groups() if g) if found else ""
+    return Transient(f"{first_line} ({cause})" if cause else first_line, cause)
 
 
 def classify(status: int, text: str, subject: str) -> Exception:

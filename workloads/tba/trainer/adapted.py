@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tba.contracts.config import Model, Reference, TrainerSettings
 from tba.contracts.errors import UserError
 from tba.contracts.records import PolicyId
-from tba.lora import attach, merged, scale_of
+from tba.lora import attach, merged, recording_calls, refuse_uncalled, scale_of
 from tba.models import require_fit, weight_tensors
 from tba.scoring import Rows, Scorer
 from tba.trainer.memory import ActivationMemory
@@ -50,7 +50,9 @@ class AdaptedPolicy:
         self.adapter = attach(model, config.lora)
         self.reference_policy = PolicyId(1, 0)
         self._memory = ActivationMemory(model, self.scorer)
-        require_agreement(self)  # an adapter that has learnt nothing changes nothing
+        with recording_calls(self.adapter.layers) as called:
+            require_agreement(self)  # an adapter that has learnt nothing changes nothing
+        refuse_uncalled(self.adapter.layers, called)  # as it computes here, with the kernels of this device
 
     @property
     def device(self) -> torch.device:

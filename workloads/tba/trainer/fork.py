@@ -5,8 +5,10 @@ The other run is only read, and by keys alone: `latest`, then parents.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch import nn
 
 from tba.contracts.config import ForkFrom, Model
 from tba.contracts.errors import UserError
@@ -30,7 +32,7 @@ def load_fork(store: ObjectStore, fork: ForkFrom, settings: Model) -> tuple[Load
     record = read_run_record(store)
     key, manifest = _find(store, fork)
     prefix = CheckpointKey.parse(key).prefix
-    version0 = str(read_facts(store, key)["version0"])
+    version0 = _version0(store, key)
     assets = dict(fetch_assets(store, version0))
     model, tokenizer = build_model(
         assets, dtype=torch.float32, device="cpu", trust_remote_code=settings.trust_remote_code
@@ -46,6 +48,22 @@ def load_fork(store: ObjectStore, fork: ForkFrom, settings: Model) -> tuple[Load
     load_weights(model, master)
     origin = ForkOrigin(run_id=record.run_id, owner=record.owner, checkpoint=key)
     return LoadedModel(model, tokenizer, assets, f"{record.run_id}/{key}"), origin
+
+
+def outline_fork(store: ObjectStore, fork: ForkFrom, settings: Model) -> tuple[nn.Module, Any]:
+    """The same model on the meta device, and its tokenizer. Raises: as `load_fork` before weights."""
+    read_run_record(store)
+    key, _ = _find(store, fork)
+    return build_model(
+        fetch_assets(store, _version0(store, key)),
+        dtype=torch.float32,
+        device="meta",
+        trust_remote_code=settings.trust_remote_code,
+    )
+
+
+def _version0(store: ObjectStore, checkpoint: str) -> str:
+    return str(read_facts(store, checkpoint)["version0"])
 
 
 def _find(store: ObjectStore, fork: ForkFrom) -> tuple[str, CheckpointManifest]:

@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
-from tba.contracts.config import LiveConfig, Prompts
+from tba.contracts.config import LiveConfig, Prompts, RunConfig
 from tba.contracts.errors import UserError
 from tba.contracts.keys import CHECKPOINTS, LATEST, RUN, new_nonce, prompts_key
 from tba.contracts.records import EvalRequest, ForkOrigin, Latest, RunRecord, RunState
 from tba.contracts.runfile import RunFile
 from tba.contracts.supported import refuse_unsupported
 from tba.log import EPOCH_TAKEN, MODEL_LOADED, PROMPTS_MATERIALISED, SCORER_CHOSEN, log
-from tba.lora import targets_of
+from tba.lora import try_targets
 from tba.models import LoadedModel, build_model, load_model, load_weights
 from tba.prompts import PromptSet, load_prompt_set, materialize
 from tba.protocol.bookkeeping import Bookkeeping
@@ -120,7 +120,7 @@ def prepare(
     committer = _take_over(store, record)
     log.info(EPOCH_TAKEN, epoch=committer.epoch, checkpoint=committer.latest.checkpoint)
     prompts = load_prompt_set(store, record.train_prompts)
-    _refuse_few_prompts(prompts, record)
+    refuse_few_prompts(len(prompts), record.config)
     if committer.latest.checkpoint is None:
         return _begin(store, record, committer, run, live, loaded, prompts, ranks)
     return _resume(store, record, committer, prompts, ranks)
@@ -251,7 +251,7 @@ def _load(run: RunFile, live: LiveConfig) -> Loaded:
             )
         )
     if run.config.model.lora is not None:  # before run.json fixes a mistake for good
-        targets_of(loaded.model.model, run.config.model.lora)
+        try_targets(loaded.model.model, run.config.model.lora)
     count = sum(p.numel() for p in loaded.model.model.parameters())
     log.info(MODEL_LOADED, uri=_source(run), revision=loaded.model.revision, num_parameters=count)
     return loaded
@@ -294,7 +294,7 @@ def _create_record(
         forked_from=loaded.origin,
         live=live,
     )
-    _refuse_few_prompts(load_prompt_set(store, train), record)  # before the record fixes the mistake for good
+    refuse_few_prompts(len(load_prompt_set(store, train)), config)  # before the record fixes the mistake for good
     try:
         store.put_once(RUN, record.to_json())
         return record
@@ -368,10 +368,11 @@ def _refuse_ended(store: ObjectStore, record: RunRecord) -> None:
         raise UserError(f"the run at {store.uri} has failed for good: use another storage.uri")
 
 
-def _refuse_few_prompts(prompts: PromptSet, record: RunRecord) -> None:
-    wanted = record.config.objective.prompts_per_batch
-    if len(prompts) < wanted:
+def refuse_few_prompts(count: int, config: RunConfig) -> None:
+    """Raises: UserError if a batch takes more different prompts than there are."""
+    wanted = config.objective.prompts_per_batch
+    if count < wanted:
         raise UserError(
-            f"objective.promptsPerBatch (P) must be <= the number of prompts, got {wanted} > {len(prompts)}: "
+            f"objective.promptsPerBatch (P) must be <= the number of prompts, got {wanted} > {count}: "
             "lower promptsPerBatch or give more prompts"
         )

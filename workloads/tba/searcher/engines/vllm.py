@@ -10,16 +10,15 @@ only module that imports vLLM. Import it after `prepare`.
 """
 
 import secrets
-import tempfile
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
 from vllm import SamplingParams
+from vllm import envs as vllm_envs
 from vllm.config import lora as vllm_lora
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
@@ -47,6 +46,7 @@ from tba.searcher.engines.vllm_adapter import (
     lora_arguments,
     obstacle,
 )
+from tba.searcher.engines.vllm_folder import EngineFolder
 from tba.searcher.engines.vllm_options import (
     admissible,
     admitted_at_once,
@@ -112,7 +112,7 @@ class VllmEngine:
         self._core: Any = None  # vLLM's EngineCore
         self._seeded = True
         self._sleeps = False  # can leave the device's memory
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: EngineFolder | None = None
         self._tokenizer: Any = None
         self._eos: list[int] = []
         self._shapes: dict[str, Sequence[int]] = {}
@@ -176,17 +176,20 @@ class VllmEngine:
             self._adapter_shapes = adapter_shapes(targets_of(model, self._model.lora), self._model.lora)
 
     def _start(self, snapshot: "Snapshot") -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="tba-vllm-")
-        write_assets(snapshot.assets, Path(self._folder.name))
-        settings = self._settings(self._folder.name)
-        # In this process: `load` needs to know which step is the last with the old weights.
-        self._engine = LLMEngine(
-            vllm_config=settings,
-            executor_class=Executor.get_class(settings),
-            log_stats=False,
-            usage_context=UsageContext.LLM_CLASS,
-            multiprocess_mode=False,
-        )
+        self._folder = EngineFolder()
+        write_assets(snapshot.assets, self._folder.path)
+        settings = self._settings(str(self._folder.path))
+        if hasattr(vllm_envs, "disable_envs_cache"):
+            vllm_envs.disable_envs_cache()  # an earlier engine of this process had another folder
+        with self._folder.holding_sockets():
+            # In this process: `load` needs to know which step is the last with the old weights.
+            self._engine = LLMEngine(
+                vllm_config=settings,
+                executor_class=Executor.get_class(settings),
+                log_stats=False,
+                usage_context=UsageContext.LLM_CLASS,
+                multiprocess_mode=False,
+            )
         self._core = self._engine.engine_core.engine_core
         self._sleeps = bool(settings.model_config.enable_sleep_mode)
         self._features = _Features.of(self._engine)
@@ -448,4 +451,5 @@ class VllmEngine:
         if self._shared is not None:
             self._shared.close()
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.close()
+            self._folder = None
