@@ -34,9 +34,9 @@ def test_two_gpus_give_the_update_of_one(results, recipe):
 
 def test_a_checkpoint_of_one_gpu_goes_on_with_two_and_theirs_with_one(tmp_path):
     for num_ranks, start in ((1, 0), (2, 2), (1, 4)):
-        run_ranks(num_ranks, tmp_path, f"resume:{start}")
+        run_ranks(num_ranks, tmp_path, f"resume:{start}:ema")
     alone = tmp_path / "alone"
     alone.mkdir()
-    run_ranks(1, alone, "resume:0", "resume:2", "resume:4")
-    mixed, never = (load_file(folder / "resume:4.safetensors") for folder in (tmp_path, alone))
+    run_ranks(1, alone, "resume:0:ema", "resume:2:ema", "resume:4:ema")
+    mixed, never = (load_file(folder / "resume:4:ema.safetensors") for folder in (tmp_path, alone))
     assert largest_difference(mixed, never, "master/") <= 2e-6

@@ -17,15 +17,15 @@ from support.learning import feed, live_config, make_shard, run_config, tiny_lla
 from support.scoring import tiny
 
 from tba.cli.exit import end_process
-from tba.contracts.config import RunConfig
+from tba.contracts.config import LoRA, RunConfig
 from tba.contracts.errors import UserError
 from tba.contracts.records import Lineage
+from tba.trainer.adapted import make_policy
 from tba.trainer.checkpoint import TrainerState
 from tba.trainer.learner import Learner, new_rows
-from tba.trainer.model import Policy
 from tba.trainer.rank import order_build, serve
 from tba.trainer.rankprocesses import RankProcesses, join_as_child
-from tba.trainer.sharded import ShardedPolicy
+from tba.trainer.sharded_adapted import make_sharded_policy
 
 STEPS = 4
 
@@ -38,6 +38,7 @@ class Recipe:
     micro_batch_tokens: int = 4096
     dtype: str = "float32"
     checkpointing: str = "Auto"
+    adapted: bool = False
 
 
 RECIPES = {
@@ -50,7 +51,12 @@ RECIPES = {
     "clipped": Recipe({"optimizer": {"maxGradNorm": 0.01}}),
     "recomputed": Recipe({}, micro_batch_tokens=30, checkpointing="Always"),
     "bfloat16": Recipe({}, micro_batch_tokens=30, dtype="bfloat16"),
+    "adapter": Recipe({"optimizer": {"maxGradNorm": 0.01}}, micro_batch_tokens=30, adapted=True),
+    "adapter_recomputed": Recipe(
+        {"promptsPerBatch": 1}, micro_batch_tokens=12, dtype="bfloat16", checkpointing="Always", adapted=True
+    ),
 }
+LORA = LoRA(rank=4, alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
 SHARDS = (0, 1)
 UNPACKABLE = "file:///bloom"
 """Model that several ranks refuse."""
@@ -58,7 +64,8 @@ UNPACKABLE = "file:///bloom"
 
 def config_of(recipe: Recipe) -> RunConfig:
     config = run_config(**recipe.objective)
-    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": recipe.dtype})})
+    changes = {"dtype": recipe.dtype, "lora": LORA if recipe.adapted else None}
+    return config.model_copy(update={"model": config.model.model_copy(update=changes)})
 
 
 def live_of(recipe: Recipe):
@@ -90,7 +97,7 @@ def _lost(told: str) -> None:
 def _alone(config: RunConfig) -> Learner:
     torch.manual_seed(0)
     objective = config.objective
-    policy = Policy(
+    policy = make_policy(
         tiny_llama().to("cuda" if torch.cuda.is_available() else "cpu"),
         config=config.model,
         reference=objective.reference,
@@ -104,7 +111,7 @@ def _spread(config: RunConfig, processes: RankProcesses) -> Learner:
     objective, ranks = config.objective, processes.ranks
     unpackable = config.model.uri == UNPACKABLE
     order_build(ranks, config.model, objective, {UNPACKABLE: b""} if unpackable else {})
-    policy = ShardedPolicy(
+    policy = make_sharded_policy(
         bloom() if unpackable else tiny_llama(),
         config=config.model,
         reference=objective.reference,
@@ -157,9 +164,9 @@ def keep(learner: Learner, folder: Path) -> None:
 
 
 def run(make: Callable[[RunConfig], Learner], name: str, folder: Path) -> dict[str, torch.Tensor]:
-    if name.startswith("resume"):  # resume:FROM_STEP
-        start = int(name.partition(":")[2])
-        recipe = RECIPES["ema"]
+    if name.startswith("resume"):  # resume:FROM_STEP:RECIPE
+        _, step, chosen = name.split(":")
+        start, recipe = int(step), RECIPES[chosen]
         learner = make(config_of(recipe))
         if start:
             resume(learner, folder, start)

@@ -54,14 +54,17 @@ def test_two_ranks_report_the_log_ratios_and_weights_of_one(results, recipe):
     torch.testing.assert_close(*losses, rtol=1e-2 if recipe == "bfloat16" else 1e-4, atol=1e-5)
 
 
-def test_a_checkpoint_of_one_rank_goes_on_with_two_and_their_checkpoint_with_one(results, tmp_path):
+@pytest.mark.parametrize(
+    ("recipe", "kept"), [("ema", ("master/", "optimizer/", "reference/")), ("adapter", ("master/", "optimizer/"))]
+)
+def test_a_checkpoint_of_one_rank_goes_on_with_two_and_their_checkpoint_with_one(recipe, kept, tmp_path):
     for num_ranks, start in ((1, 0), (2, 2), (1, 4)):
-        run(num_ranks, tmp_path, f"resume:{start}")
+        run(num_ranks, tmp_path, f"resume:{start}:{recipe}")
     alone = tmp_path / "alone"
     alone.mkdir()
-    run(1, alone, "resume:0", "resume:2", "resume:4")
-    mixed, never = (load_file(folder / "resume:4.safetensors") for folder in (tmp_path, alone))
-    for what in ("master/", "optimizer/", "reference/"):
+    run(1, alone, *(f"resume:{start}:{recipe}" for start in (0, 2, 4)))
+    mixed, never = (load_file(folder / f"resume:4:{recipe}.safetensors") for folder in (tmp_path, alone))
+    for what in kept:
         assert largest_difference(mixed, never, what) <= TOLERANCE, what
 
 

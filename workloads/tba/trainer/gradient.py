@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from tba.contracts.config import Objective
 from tba.objectives.trajectory_balance import Loss, ratio_weights
@@ -93,6 +94,8 @@ class BatchGradient:
         """Score what the reference has not scored yet, then forward and backward of every group."""
         self.score_reference(budget_tokens)
         self.backward(self._collator.micro_batches(self._plan, budget_tokens, self._num_ranks))
+        with self._stopwatch("forward_backward"):
+            self._sum_whole_gradients()
 
     def score_reference(self, budget_tokens: int) -> None:
         """Reference log-probabilities of all rows: cached ones, and new ones by large passes without gradients."""
@@ -168,6 +171,20 @@ class BatchGradient:
         """Over ranks, each of which has 0 where another computes."""
         if self._ranks is not None:
             self._ranks.sum(values)
+
+    @torch.no_grad()
+    def _sum_whole_gradients(self) -> None:
+        """Of parameters that every rank holds whole; those of shards were summed on the way."""
+        if self._ranks is None:
+            return
+        whole = [p for p in self._policy.model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in whole]
+        if not grads:
+            return
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        self._sum(flat)
+        for parameter, summed in zip(whole, flat.split([g.numel() for g in grads]), strict=True):
+            parameter.grad = summed.view_as(parameter)
 
     def _score_chunks(self, chunks: Sequence[np.ndarray]) -> None:
         ahead = self._collator.rows_ahead(chunks)

@@ -18,7 +18,7 @@ from tba.trainer.collate import Collator
 from tba.trainer.gradient import BatchGradient
 from tba.trainer.optim import Optimizer
 from tba.trainer.ranks import Order, Ranks
-from tba.trainer.sharded import ShardedPolicy
+from tba.trainer.sharded_adapted import make_sharded_policy
 from tba.trainer.stopwatch import Stopwatch
 
 BuildModel = Callable[[Mapping[str, bytes], bool], nn.Module]
@@ -52,14 +52,15 @@ class Rank:
         config = Model.model_validate(order.facts["model"])
         self._objective = Objective.model_validate(order.facts["objective"])
         assets = {name: array.tobytes() for name, array in order.arrays.items()}
-        self._policy = ShardedPolicy(
+        self._policy = make_sharded_policy(
             build(assets, config.trust_remote_code),
             config=config,
             reference=self._objective.reference,
             temperature=self._objective.temperature,
             ranks=ranks,
         )
-        self._optimizer = Optimizer(dict(self._policy.model.named_parameters()), self._objective)
+        trained = {name: p for name, p in self._policy.model.named_parameters() if p.requires_grad}
+        self._optimizer = Optimizer(trained, self._objective, lora=config.lora is not None)
         self._rows = BatchRows()
         self._collator = Collator(self._rows, self._policy)
 
@@ -102,7 +103,7 @@ class Rank:
 
 
 def order_build(ranks: Ranks, model: Model, objective: Objective, assets: Mapping[str, bytes]) -> None:
-    """Have the other ranks build the model that `assets` describe: rank 0 makes its `ShardedPolicy` next."""
+    """Have the other ranks build the model that `assets` describe: rank 0 makes its policy next."""
     arrays = {name: np.array(bytearray(data), np.uint8) for name, data in assets.items()}
     ranks.order("build", {"model": _json(model), "objective": _json(objective)}, arrays)
 

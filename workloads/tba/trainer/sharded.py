@@ -1,36 +1,27 @@
-"""The live policy and its reference, spread over ranks by FSDP2: float32 shards of the masters, gathered to compute.
+"""The live policy and its reference, spread over ranks: float32 shards of the masters, gathered to compute.
 
-```
-shards (float32) ─ cast ─ gather ─► layer (working dtype) ─► forward, backward ─ sum over ranks, float32 ─► shards
-```
 It means what one process computes (`model`, `working`): the forward pass sees the published weights, gradients leave
 the backward pass in the working dtype and are summed in float32 over ranks and micro-batches. Every method is one for
 all ranks at once; on rank 0 those that it starts by itself give the order to the others.
 """
 
 import copy
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from tba.contracts.config import Model, Reference, TrainerSettings
-from tba.contracts.errors import UserError
 from tba.contracts.records import PolicyId
 from tba.models import require_fit, weight_tensors
-from tba.scoring import Layout, Rows, Scorer
-from tba.trainer.memory import ActivationMemory, activation_bytes, layers_of, local
+from tba.scoring import Rows
+from tba.trainer.memory import ActivationMemory, local
 from tba.trainer.model import DTYPES
-from tba.trainer.optim import shard_like
 from tba.trainer.ranks import Ranks
 from tba.trainer.scoring_policy import require_agreement, round_as_published
-from tba.trainer.working import cast_parameters
+from tba.trainer.sharding import agreed_choice, fill, gather, refuse_alone, shard
 
 
 class ShardedPolicy:
@@ -41,27 +32,24 @@ class ShardedPolicy:
     ) -> None:
         """`model`: float32 in host memory, with the weights that count on rank 0.
 
-        Raises: UserError if this model's rows cannot be packed, or for LoRA.
+        Raises: UserError if this model's rows cannot be packed.
         """
-        if config.lora is not None:
-            raise UserError("model.lora with several trainer ranks is not supported: set trainer.gpusPerNode: 1")
         self._ranks = ranks
         self._reference_config = reference
         self.publish_dtype = DTYPES[config.dtype]
         self.model = model.eval()
-        whole, found = None, None
+        whole = None
         if ranks.leads:
             round_as_published(self.model, self.publish_dtype)
-            whole, found = weight_tensors(self.model), _try_out(self.model, self.publish_dtype, temperature, ranks)
-        choice = self._agree(found)
+            whole = weight_tensors(self.model)
+        choice = agreed_choice(self.model, self.publish_dtype, temperature, ranks)
         # A moving average needs the digits that a shorter dtype would round away at each step.
         averaged = torch.float32 if reference.type == "EMA" else self.publish_dtype
         self.reference_model = _empty_copy(self.model, averaged).requires_grad_(False)
-        self.scorer = Scorer(self.model, temperature=temperature, layout=choice.layout)
-        self.scorer.refused = dict(choice.refused)
-        self._policy = self._shard(self.model, self.scorer)
-        self._reference = self._shard(
-            self.reference_model, Scorer(self.reference_model, temperature=temperature, layout=choice.layout)
+        self.scorer = choice.scorer(self.model, temperature)
+        self._policy = shard(self.model, self.scorer, ranks, dtype=self.publish_dtype)
+        self._reference = shard(
+            self.reference_model, choice.scorer(self.reference_model, temperature), ranks, dtype=self.publish_dtype
         )
         # No rank but 0 ever holds all weights: they come after there are shards to fill.
         self._fill(self.model, whole)
@@ -86,9 +74,7 @@ class ShardedPolicy:
 
         Raises: UserError if several ranks cannot do what they ask.
         """
-        asked = {"compile": settings.compile, "offloadReference": settings.offload_reference}
-        if refused := [name for name, wanted in asked.items() if wanted]:
-            raise UserError(f"trainer.{refused[0]}: true works on one GPU, got {self._ranks.size} ranks: set it false")
+        refuse_alone(settings, self._ranks)
         self._memory.configure(settings)
 
     def pack(self, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> Rows:
@@ -123,20 +109,21 @@ class ShardedPolicy:
         """Host copies, parameters in the published dtype; empty on other ranks than 0."""
         self._ranks.order("stage")
         parameters = {name for name, _ in self.model.named_parameters()}
-        return self._gather(
+        published = (
             (name, tensor.to(self.publish_dtype) if name in parameters else tensor)
             for name, tensor in weight_tensors(self.model).items()
         )
+        return gather(published, self._ranks)
 
     def master_state(self) -> dict[str, Tensor]:
         """float32 host copies for a checkpoint; empty on other ranks than 0."""
-        return self._gather(weight_tensors(self.model).items())
+        return gather(weight_tensors(self.model).items(), self._ranks)
 
     def reference_state(self) -> dict[str, Tensor] | None:
         """Host copies of the reference, or None if it is version 0; empty on other ranks than 0."""
         if self._reference_config.type == "Fixed":
             return None
-        return self._gather(weight_tensors(self.reference_model).items())
+        return gather(weight_tensors(self.reference_model).items(), self._ranks)
 
     def restore(self, master: Mapping[str, Tensor] | None, reference: Mapping[str, Tensor] | None) -> None:
         """Undo `master_state` and `reference_state`. Other ranks give None twice. Raises: CorruptObject."""
@@ -145,17 +132,6 @@ class ShardedPolicy:
             self._fill(self.reference_model, reference)
 
     # -- private
-
-    def _agree(self, choice: "_Choice | None") -> "_Choice":
-        """Rank 0's, on all ranks. Raises: UserError if rows cannot be packed."""
-        told = self._ranks.say("" if choice is None else json.dumps(asdict(choice)))
-        choice = _Choice(**json.loads(told))
-        if choice.layout == "padded":
-            raise UserError(
-                f"{type(self.model).__name__} cannot compute packed rows, which several ranks need: "
-                f"set trainer.gpusPerNode: 1 ({choice.refused})"
-            )
-        return choice
 
     @torch.no_grad()
     def _move_reference(self, weight: float) -> None:
@@ -166,72 +142,14 @@ class ShardedPolicy:
             else:
                 local(ref).lerp_(local(live).to(ref.dtype), weight)
 
-    def _shard(self, model: nn.Module, scorer: Scorer) -> nn.Module:
-        """A module whose call scores rows; the parameters of `model` are shards from now on."""
-        shorter = self.publish_dtype if any(p.dtype != self.publish_dtype for p in model.parameters()) else None
-        precision = MixedPrecisionPolicy(shorter, torch.float32, cast_forward_inputs=False)
-        root = _Scoring(model, scorer)
-        for module in (*layers_of(model), root):
-            # Gathered anew after each forward pass, the root too: else it would keep old weights over a step.
-            fully_shard(module, mesh=self._ranks.mesh, mp_policy=precision, reshard_after_forward=True)
-        for module in root.modules():
-            if isinstance(module, FSDPModule):  # each rank's share is of the whole batch: gradients add up
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
-        return root
-
-    @torch.no_grad()
-    def _gather(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        gathered: dict[str, Tensor] = {}
-        for name, tensor in tensors:
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if self._ranks.leads:
-                gathered[name] = whole.detach().to("cpu", copy=True)
-        return gathered
-
-    @torch.no_grad()
     def _fill(self, model: nn.Module, tensors: Mapping[str, Tensor] | None) -> None:
         own = weight_tensors(model)
         if tensors is not None:
             require_fit(own, tensors)
-        for name, whole in self._ranks.stream(tensors):
-            target, placed = own[name], whole.to(self.device)
-            local(target).copy_(local(shard_like(target, placed)) if isinstance(target, DTensor) else placed)
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """How rank 0 found that this model computes best."""
-
-    layout: Layout
-    refused: dict[Layout, str]
-    bytes_per_token: float | None
-    """Of activations, on a GPU."""
-
-
-def _try_out(model: nn.Module, dtype: torch.dtype, temperature: float, ranks: Ranks) -> _Choice:
-    """With all weights in one place: layers cannot run alone once they are shards."""
-    working = copy.deepcopy(model)
-    cast_parameters(working, dtype)
-    scorer = Scorer(working.to(ranks.device), temperature=temperature)
-    measured = activation_bytes(working, scorer) if ranks.device.type == "cuda" else None
-    return _Choice(scorer.layout, scorer.refused, measured)
+        fill(own, tensors, self._ranks)
 
 
 def _empty_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """The same module with parameters yet to be filled, whose memory is not touched until then."""
     memo = {id(p): nn.Parameter(torch.empty_like(p, dtype=dtype)) for p in model.parameters()}
     return copy.deepcopy(model, memo)
-
-
-class _Scoring(nn.Module):
-    """Root of FSDP2's modules: embeddings and output embedding are whole within its call."""
-
-    def __init__(self, model: nn.Module, scorer: Scorer) -> None:
-        super().__init__()
-        self.model = model
-        self._scorer = scorer
-
-    def forward(self, rows: Rows) -> Tensor:
-        """Sums over response tokens: (B,) float32."""
-        return self._scorer.sequence_logprobs(rows)

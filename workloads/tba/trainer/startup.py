@@ -49,7 +49,7 @@ from tba.trainer.rank import order_build
 from tba.trainer.ranks import Ranks
 from tba.trainer.reread import LostShard, ShardReader
 from tba.trainer.scoring_policy import ScoringPolicy
-from tba.trainer.sharded import ShardedPolicy
+from tba.trainer.sharded_adapted import make_sharded_policy
 from tba.trainer.trial import try_reward
 
 EVAL_BLOCK_PROMPTS = 64
@@ -103,8 +103,6 @@ def prepare(
     Raises: UserError (another job's prefix, changed configuration), StoreUnavailable, AlreadyComplete.
     """
     refuse_unsupported(run.config)
-    if run.config.model.lora is not None and ranks is not None:
-        raise UserError(f"model.lora trains on one GPU in this release, got {ranks.size} ranks: start one process")
     store = open_run_store(live.storage, uri, weather)
     record = find_run_record(store)
     if record is not None:
@@ -220,7 +218,7 @@ def _learner(model: torch.nn.Module, record: RunRecord, assets: Mapping[str, byt
         )
     else:
         order_build(ranks, config.model, objective, assets)
-        policy = ShardedPolicy(
+        policy = make_sharded_policy(
             model,
             config=config.model,
             reference=objective.reference,
