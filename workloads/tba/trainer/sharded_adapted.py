@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tba.contracts.config import Model, Reference, TrainerSettings
 from tba.contracts.records import PolicyId
-from tba.lora import attach, merged, scale_of
+from tba.lora import attach, merged, recording_calls, refuse_uncalled, scale_of
 from tba.models import require_fit, weight_tensors
 from tba.scoring import Rows
 from tba.trainer.memory import ActivationMemory
@@ -66,7 +66,9 @@ class ShardedAdaptedPolicy:
         fill(self._base(), base, ranks)
         self.reference_policy = PolicyId(1, 0)
         self._memory = ActivationMemory(model, self.scorer, bytes_per_token=choice.bytes_per_token)
-        require_agreement(self)
+        with recording_calls(self.adapter.layers) as called:
+            require_agreement(self)
+        refuse_uncalled(self.adapter.layers, called)
 
     @property
     def device(self) -> torch.device:
