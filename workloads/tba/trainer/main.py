@@ -140,7 +140,11 @@ def _ranks(
     size = torchrun_size(os.environ)
     if size > 1:
         ranks = join(0, size, device_of(0))
-        yield ranks
+        try:
+            yield ranks
+        except (AlreadyComplete, Terminated):
+            ranks.close()
+            raise
         ranks.close()  # after an error torchrun ends the others
         return
     if options.ranks == options.nodes == 1:
