@@ -71,7 +71,9 @@ class Course:
     drop: tuple[Attempt, ...]
     """Jobs to delete."""
     pod: Pod | None
-    """The newest of the wanted attempt; one that is not over, if there is one."""
+    """Rank 0's newest of the wanted attempt; one that is not over, if there is one."""
+    others: tuple[Pod, ...] = ()
+    """The same of each other node of the trainer that has had a pod, by node rank."""
 
 
 def attempts(observed: Observed) -> tuple[Attempt, ...]:
@@ -88,6 +90,8 @@ def course(job: Job, observed: Observed, now: float, *, inputs: str | None, runn
     jobs = attempts(observed)
     number = _wanted(job, observed, now, inputs, running)
     current = next((a for a in jobs if a.number == number), None)
+    pods = [pod for pod in trainer_pods(observed) if pod.attempt == number]
+    newest = (_newest(pod for pod in pods if pod.node_rank == rank) for rank in range(1, job.spec.trainer.nodes))
     return Course(
         number=number,
         current=current,
@@ -95,13 +99,19 @@ def course(job: Job, observed: Observed, now: float, *, inputs: str | None, runn
         if current is not None
         else _waits_for(jobs, (*trainer_pods(observed), *observed.strays), observed, now),
         drop=tuple(a for a in jobs if not a.deleting and _is_dropped(a, number, running, current is not None)),
-        pod=_newest(pod for pod in trainer_pods(observed) if pod.attempt == number),
+        pod=_newest(pod for pod in pods if pod.node_rank == 0),
+        others=tuple(pod for pod in newest if pod is not None),
     )
 
 
 def trainer_pods(observed: Observed) -> tuple[Pod, ...]:
     """All pods of trainers."""
     return tuple(pod for pod in observed.pods if pod.role == "trainer")
+
+
+def leaders(observed: Observed) -> tuple[Pod, ...]:
+    """Those of them with rank 0: they alone have something to say of the run."""
+    return tuple(pod for pod in trainer_pods(observed) if pod.node_rank == 0)
 
 
 def is_lost(pod: Pod, observed: Observed, now: float) -> bool:
@@ -114,9 +124,10 @@ def is_lost(pod: Pod, observed: Observed, now: float) -> bool:
     )
 
 
-def last_end(observed: Observed) -> tuple[Pod, Ended] | None:
-    """How the newest trainer pod that is over ended."""
-    over = [(pod, pod.ended) for pod in trainer_pods(observed) if pod.ended is not None]
+def last_end(observed: Observed, node_rank: int = 0) -> tuple[Pod, Ended] | None:
+    """How the newest trainer pod of this node rank that is over ended."""
+    pods = (pod for pod in trainer_pods(observed) if pod.node_rank == node_rank)
+    over = [(pod, pod.ended) for pod in pods if pod.ended is not None]
     return max(over, key=lambda end: (end[0].attempt or 0, end[0].created, end[0].name), default=None)
 
 
@@ -130,12 +141,12 @@ def voice(observed: Observed, pod: Pod | None) -> Progress | None:
 
 def is_complete(observed: Observed) -> bool:
     """Whether a trainer has reached the end of its run."""
-    return any(a.complete for a in attempts(observed)) or any(p.phase == "Succeeded" for p in trainer_pods(observed))
+    return any(a.complete for a in attempts(observed)) or any(p.phase == "Succeeded" for p in leaders(observed))
 
 
 def is_done(attempt: Attempt, observed: Observed) -> bool:
-    """Whether it makes no more pods: its pod may have succeeded a moment before the Job says so."""
-    succeeded = (pod.attempt for pod in trainer_pods(observed) if pod.phase == "Succeeded")
+    """Whether it makes no more pods: rank 0's may have succeeded a moment before the Job says so."""
+    succeeded = (pod.attempt for pod in leaders(observed) if pod.phase == "Succeeded")
     return attempt.over or attempt.number in succeeded
 
 
@@ -144,7 +155,7 @@ def has_worked(job: Job, observed: Observed, since: float) -> bool:
     known = job.status.progress.step if job.status.progress is not None else 0
     return any(
         said.run_id and (said.state not in ("Starting", "Failed") or said.step > known)
-        for said in _words_of(observed, [pod for pod in trainer_pods(observed) if pod.created >= int(since)])
+        for said in _words_of(observed, [pod for pod in leaders(observed) if pod.created >= int(since)])
     )
 
 
@@ -213,7 +224,7 @@ def _is_fenced(job: Job, failure: Failure) -> bool:
 
 
 def _checkpoints(observed: Observed) -> Iterable[int]:
-    said = _words_of(observed, trainer_pods(observed))
+    said = _words_of(observed, leaders(observed))
     return (p.checkpoint_step for p in said if p.checkpoint_step is not None)
 
 

@@ -57,6 +57,7 @@ _REFUSED_BY_KUBELET = frozenset({"CreateContainerConfigError", "CreateContainerE
 _QUOTA_REMEDY = (
     "The pods are created when there is room: raise the ResourceQuota, or lower spec.searcher.replicas or resources."
 )
+_TOLD_BY_RANK_0 = (attempts.UNAVAILABLE, attempts.USER_ERROR)
 _NOT_FOUND = re.compile(r'(secret|configmap|serviceaccount) "([^"]+)" not found', re.IGNORECASE)
 _NO_KEY = re.compile(r"(?:find key \S+ in|references non-existent) (secret|configmap|config)\b", re.IGNORECASE)
 _WORDS = {"secret": "Secret", "configmap": "ConfigMap", "config": "ConfigMap", "serviceaccount": "ServiceAccount"}
@@ -179,6 +180,7 @@ def _of_trainer(scene: _Scene) -> Iterator[Fault]:
     pod = scene.course.pod
     if pod is not None and (pod.ready or pod.deletion_deadline is not None):
         return
+    yield from _of_other_nodes(scene)
     own = _of_pod(scene, pod) if pod is not None and not pod.over else None
     if own is not None:
         yield own
@@ -189,6 +191,23 @@ def _of_trainer(scene: _Scene) -> Iterator[Fault]:
         fault = _of_end(scene, end[0], end[1])
         if fault is not None:
             yield fault
+
+
+def _of_other_nodes(scene: _Scene) -> Iterator[Fault]:
+    """Why rank 0 waits for pods of other nodes, or has ended with one."""
+    for pod in scene.course.others:
+        if pod.ready or pod.deletion_deadline is not None:
+            continue
+        fault = (None if pod.over else _of_pod(scene, pod)) or _of_node_end(scene, pod)
+        if fault is not None:
+            yield fault
+
+
+def _of_node_end(scene: _Scene, pod: Pod) -> Fault | None:
+    """How the last pod of this one's node and attempt ended, unless all nodes end so: that is rank 0's to tell."""
+    end = attempts.last_end(scene.observed, pod.node_rank)
+    told = end is not None and end[0].attempt == pod.attempt and end[1].exit_code not in _TOLD_BY_RANK_0
+    return _of_end(scene, *end) if end is not None and told else None
 
 
 def _of_searchers(scene: _Scene) -> Iterator[Fault]:

@@ -32,6 +32,7 @@ def trainer_inputs(job: Job, images: Images, placement: Placement | None = None)
     """Hash of what the trainer's pod template depends on; not of the attempt, nor of what only the Job reads."""
     inputs = _common_inputs(job, "trainer", images, placement) | {
         "gpus": gpus_of(job, "trainer"),
+        "nodes": job.spec.trainer.nodes if job.spec.trainer.nodes > 1 else None,
         "tokens": {variable: ref.name for variable, ref in token_secrets(job).items()},
         "configMaps": [[ref.name, ref.key] for ref in data_config_maps(job)],
         "claims": data_claims(job),

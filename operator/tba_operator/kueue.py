@@ -1,7 +1,7 @@
 """Kueue without a Go integration: the job's Workload, what its admission says, and what its owner owes it. Pure.
 
     TBAJob with a queue label
-        │ workload()                                   podSets trainer (1) and searcher (most that may ever run)
+        │ workload()                                   podSets trainer (nodes) and searcher (most that may ever run)
         ▼
     Waiting ──Kueue: quota reserved, checks ready──▶ Admitted ──flavors──▶ pods, where the flavors put them
         ▲                                               │ Kueue: preempted, queue stopped, deactivated, too slow
@@ -79,7 +79,7 @@ def workload(
         spec = {name: value for name, value in current["spec"].items() if name != "active"}
     else:
         pod_sets = [
-            _pod_set("trainer", trainer_template, 1),
+            _pod_set("trainer", trainer_template, job.spec.trainer.nodes),
             _pod_set("searcher", searcher_template, searcher_count, at_least=job.spec.searcher.min_available),
         ]
         spec = {"queueName": job.queue, "podSets": pod_sets, **_priority(priority_class)}

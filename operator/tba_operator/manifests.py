@@ -128,20 +128,23 @@ def disruption_budget(job: Job, replicas: int | None = None) -> dict[str, Any] |
 
 
 def trainer_job(job: Job, images: Images, attempt: int, placement: Placement | None = None) -> dict[str, Any]:
-    """One attempt: a pod at a time, and a new one after each end that the failure policy does not stop."""
-    inputs = {INPUTS_ANNOTATION: trainer_inputs(job, images, placement)}
+    """One attempt: a pod a node at a time, and a new one after each end that the failure policy does not stop."""
+    inputs, nodes = {INPUTS_ANNOTATION: trainer_inputs(job, images, placement)}, job.spec.trainer.nodes
+    # Rank 0 decides when the run is complete; a node that misses its word must not be made again.
+    success = {"successPolicy": {"rules": [{"succeededIndexes": "0"}]}} if nodes > 1 else {}
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": _metadata(job, naming.trainer_job(job.name, attempt), "trainer", attempt, inputs),
         "spec": {
             "completionMode": "Indexed",
-            "completions": 1,
-            "parallelism": 1,
+            "completions": nodes,
+            "parallelism": nodes,
             "backoffLimit": NEVER,
             # Not before the last pod is gone for good: two trainers would fence each other.
             "podReplacementPolicy": "Failed",
             "podFailurePolicy": {"rules": _failure_rules(job)},
+            **success,
             "template": trainer_template(job, images, attempt, placement),
         },
     }

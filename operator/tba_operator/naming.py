@@ -3,6 +3,12 @@
 from tba_operator.api import ATTEMPT_LABEL, JOB_LABEL, ROLE_LABEL, Role
 
 HTTP_PORT = 8080
+RENDEZVOUS_PORT = 29500
+"""Where the pod of completion index 0 waits for those of the other nodes: torch's own choice."""
+INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
+"""Of a Job's pods, by its controller: the node rank of a trainer pod."""
+JOB_UID_LABEL = "batch.kubernetes.io/controller-uid"
+"""Of a Job's pods, by its controller: the Job's uid, the same on all pods of an attempt."""
 CONTAINER: dict[Role, str] = {"trainer": "trainer", "searcher": "searcher"}
 
 
@@ -17,8 +23,13 @@ def role_name(job: str, role: Role) -> str:
 
 
 def trainer_job(job: str, attempt: int) -> str:
-    """Job of a trainer attempt; its pod's host name is this and `-0`."""
+    """Job of a trainer attempt; its pods' host names are this and `-0`, `-1`, …"""
     return f"{job}-trainer-{attempt}"
+
+
+def rendezvous(job: str, attempt: int) -> str:
+    """HOST:PORT of an attempt's pod of index 0, by the trainer's headless Service."""
+    return f"{trainer_job(job, attempt)}-0.{role_name(job, 'trainer')}:{RENDEZVOUS_PORT}"
 
 
 def workload(job: str) -> str:

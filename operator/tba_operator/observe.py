@@ -125,7 +125,7 @@ class Observer:
         waits += [wait] if wait is not None else []
         failures, wait = await self._create_failures(job.namespace, children, pods, now)
         waits += [wait] if wait is not None else []
-        trainers = frozenset(pod.uid for pod in pods if pod.role == "trainer" and not pod.over)
+        trainers = frozenset(pod.uid for pod in pods if pod.role == "trainer" and pod.node_rank == 0 and not pod.over)
         observed = Observed(
             children=children,
             pods=tuple(sorted(pods, key=lambda pod: (pod.created, pod.name))),
@@ -278,7 +278,8 @@ def _lacks_pods(ref: Ref, child: Manifest, pods: tuple[Pod, ...]) -> bool:
             and c["status"] == "True"
             for c in (child.get("status") or {}).get("conditions") or ()
         )
-        return not ended and not any(pod.role == "trainer" and str(pod.attempt) == attempt for pod in pods)
+        had = {pod.node_rank for pod in pods if pod.role == "trainer" and str(pod.attempt) == attempt}
+        return not ended and len(had) < (child.get("spec") or {}).get("completions", 1)
     return False
 
 

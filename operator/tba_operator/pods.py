@@ -61,7 +61,7 @@ def trainer_template(job: Job, images: Images, attempt: int, placement: Placemen
         "restartPolicy": "Never",
         "subdomain": naming.role_name(job.name, "trainer"),
         **_pod_spec(job, "trainer", mounts),
-        "containers": [_container(job, "trainer", images, _trainer_env(job), mounts)],
+        "containers": [_container(job, "trainer", images, _trainer_env(job, attempt), mounts)],
     }
     metadata = {"labels": naming.labels(job.name, "trainer", attempt)}
     return _finish(job, "trainer", {"annotations": _UNDISTURBED, "spec": spec}, metadata, placement)
@@ -243,7 +243,7 @@ def _common_env(job: Job, role: Role) -> list[dict[str, Any]]:
     return env
 
 
-def _trainer_env(job: Job) -> list[dict[str, Any]]:
+def _trainer_env(job: Job, attempt: int) -> list[dict[str, Any]]:
     env = [
         {"name": variable, "valueFrom": {"secretKeyRef": {"name": ref.name, "key": "HF_TOKEN"}}}
         for variable, ref in token_secrets(job).items()
@@ -254,6 +254,14 @@ def _trainer_env(job: Job) -> list[dict[str, Any]]:
         env.append(_value("TBA_PVC_DIR", PVC_DIR))
     if (ranks := gpus_of(job, "trainer")) > 1:
         env.append(_value("TBA_TRAINER_RANKS", str(ranks)))
+    if job.spec.trainer.nodes > 1:
+        env += [
+            _value("TBA_TRAINER_NODES", str(job.spec.trainer.nodes)),
+            _field("TBA_TRAINER_NODE_RANK", f"metadata.labels['{naming.INDEX_LABEL}']"),
+            _value("TBA_RENDEZVOUS", naming.rendezvous(job.name, attempt)),
+            # Random, another for each attempt, and known to those alone who may read the namespace's pods or Jobs.
+            _field("TBA_RENDEZVOUS_TOKEN", f"metadata.labels['{naming.JOB_UID_LABEL}']"),
+        ]
     return env
 
 

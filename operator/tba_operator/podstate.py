@@ -41,6 +41,7 @@ def pod_of(raw: Manifest) -> Pod:
     scheduled = conditions.get("PodScheduled", {})
     unschedulable = scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"
     ended, last_ended = _ends(own, status, over=over)
+    index = labels.get(naming.INDEX_LABEL, "")
     return Pod(
         name=metadata["name"],
         uid=metadata["uid"],
@@ -64,6 +65,7 @@ def pod_of(raw: Manifest) -> Pod:
         owner=next(
             (f"{o['kind']}/{o['name']}" for o in metadata.get("ownerReferences") or () if o.get("controller")), None
         ),
+        node_rank=int(index) if index.isdigit() else 0,
     )
 
 

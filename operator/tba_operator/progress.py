@@ -121,7 +121,8 @@ def running_trainers(caches: Caches) -> dict[Key, Pod]:
     """The trainers that can be asked; the newest of each job. One that is not ready yet tells what it waits for."""
     found: dict[Key, Pod] = {}
     for key in caches.keys_with_pods():
-        trainers = [p for p in caches.pods(key) if p.role == "trainer" and belongs_to(p, key[1])]
+        pods = caches.pods(key)
+        trainers = [p for p in pods if p.role == "trainer" and p.node_rank == 0 and belongs_to(p, key[1])]
         running = [p for p in trainers if p.phase == "Running" and p.ip]
         if running:
             found[key] = max(running, key=lambda pod: pod.created)

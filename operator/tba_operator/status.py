@@ -203,17 +203,20 @@ def _trainer_ready(job: Job, found: Findings) -> Is:
     pod = found.course.pod
     if pod is not None and _is_ready(pod):
         return Is("TrainerReady", "True", "Ready", f"Pod {pod.name} is ready")
-    return Is("TrainerReady", "False", RESTARTING if found.since.was_ready else "Starting", _trainer_awaits(found))
+    return Is("TrainerReady", "False", RESTARTING if found.since.was_ready else "Starting", _trainer_awaits(job, found))
 
 
-def _trainer_awaits(found: Findings) -> str:
-    course, pod = found.course, found.course.pod
+def _trainer_awaits(job: Job, found: Findings) -> str:
+    course, pod, nodes = found.course, found.course.pod, job.spec.trainer.nodes
     if course.waits_for is not None:
         return f"Attempt {course.number} waits for {course.waits_for}"
     if pod is None:
         return f"Attempt {course.number} has no pod yet"
     if pod.over:
         return f"Pod {pod.name} ended ({last_words(found.trainer) or pod.phase}); another follows"
+    if nodes > 1:
+        running = sum(1 for one in (pod, *course.others) if one.phase == "Running")
+        return f"Pod {pod.name} is not ready yet; {running} of {nodes} trainer pods run"
     return f"Pod {pod.name} is not ready yet"
 
 

@@ -75,6 +75,8 @@ class Pod:
     """controller-revision-hash of a searcher."""
     owner: str | None = None
     """KIND/NAME of its controller."""
+    node_rank: int = 0
+    """Of a trainer pod; rank 0's speaks for all."""
 
     @property
     def over(self) -> bool:

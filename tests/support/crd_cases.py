@@ -186,10 +186,23 @@ RELEASE = (
         told="this release scores the reference at the trainer, got Searcher: set scorer: Trainer",
     ),
     Case(
-        rule="release-one-node",
-        accepted=(spec(trainer={"nodes": 1, "gpusPerNode": 1}),),
-        refused=(spec(trainer={"nodes": 2}),),
-        told="nodes must be 1 in this release, got 2: the trainer runs in one pod",
+        rule="release-plain-nodes",
+        accepted=(
+            spec(trainer={"nodes": 1, "gpusPerNode": 1, "compile": True}),
+            spec(trainer={"nodes": 2}),
+            spec(trainer={"nodes": 4, "gpusPerNode": 8}),
+        ),
+        refused=(
+            spec(trainer={"nodes": 2, "compile": True}),
+            spec(trainer={"nodes": 2, "offloadReference": True}),
+        ),
+        told="nodes > 1 goes with neither compile nor offloadReference, got 2: set both to false, or nodes: 1",
+    ),
+    Case(
+        rule="release-lora-one-node",
+        accepted=(spec(trainer={"nodes": 2}), spec(model={"lora": {}}, trainer={"nodes": 1})),
+        refused=(spec(model={"lora": {}}, trainer={"nodes": 2}),),
+        told="model.lora trains on one GPU in this release, got nodes 2: set trainer.nodes: 1, or remove model.lora",
     ),
     Case(
         rule="release-lora-one-rank",

@@ -142,8 +142,12 @@ class World:
 
     @property
     def trainer(self):
-        """The one trainer pod that runs or may run."""
-        (pod,) = self.of_role("trainer")
+        """Rank 0's pod that runs or may run, of which there is one."""
+        return self.node(0)
+
+    def node(self, rank):
+        """The one pod of a node rank of the trainer that runs or may run."""
+        (pod,) = (pod for pod in self.of_role("trainer") if pod.node_rank == rank)
         return pod
 
     def living_trainers(self):
@@ -290,12 +294,21 @@ class World:
             if pod.over and pod.uid not in self.counted:
                 self.counted.add(pod.uid)
                 self._count(status, pod)
-        if not status.get("conditions") and all(pod.over for pod in own):
-            attempt = int(found["metadata"]["labels"]["tba.dev/attempt"])
-            self.add_pod("trainer", f"{ref.name}-0-{next(self.ids)}", owner=uid, attempt=attempt)
+        attempt = int(found["metadata"]["labels"]["tba.dev/attempt"])
+        for rank in range(found["spec"]["completions"]):
+            mine = [pod for pod in own if pod.node_rank == rank]
+            if status.get("conditions") or any(not pod.over or pod.phase == "Succeeded" for pod in mine):
+                continue
+            self.add_pod("trainer", f"{ref.name}-{rank}-{next(self.ids)}", owner=uid, attempt=attempt, node_rank=rank)
+        if status.get("conditions"):  # of several pods those that are left are ended
+            for pod in own:
+                if not pod.over:
+                    self.delete_pod(pod.uid)
 
     def _count(self, status, pod):
         code = pod.ended.exit_code if pod.ended else -1
+        if code == 0 and pod.node_rank != 0:
+            return
         if code == 0:
             status.update(
                 succeeded=1, conditions=[{"type": "Complete", "status": "True", "reason": "CompletionsReached"}]
@@ -338,11 +351,13 @@ class World:
 
     # -- kubelets
 
-    def add_pod(self, role, name, *, owner, attempt=None, revision=None):
+    def add_pod(self, role, name, *, owner, attempt=None, revision=None, node_rank=0):
         """A pod that no node has taken yet."""
         uid = f"pod-{next(self.ids)}"
         self.owners[uid] = owner
-        self.pods[uid] = Pod(name, uid, role, attempt, "Pending", False, self.now, revision=revision)
+        self.pods[uid] = Pod(
+            name, uid, role, attempt, "Pending", False, self.now, revision=revision, node_rank=node_rank
+        )
 
     def kubelets(self):
         """Pods run and are ready, and those that are being deleted end, but on sick nodes."""
@@ -405,7 +420,7 @@ class World:
 
     def speak(self, **changes):
         """The trainer answers /progress."""
-        (pod,) = self.living_trainers()
+        (pod,) = (pod for pod in self.living_trainers() if pod.node_rank == 0)
         self.progress = ProgressSample(said(pod.uid, **changes), self.now)
 
     def lose_node(self, pod):

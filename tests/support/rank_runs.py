@@ -1,6 +1,7 @@
 """Trains a tiny model by each of some recipes, with one rank or several, and saves what came of it.
 
-python rank_runs.py RANKS FOLDER RECIPE...      (rank 0; it starts the others: python rank_runs.py)
+python rank_runs.py RANKS FOLDER RECIPE...       rank 0, which starts the others of its node: python rank_runs.py
+python rank_runs.py node NODE_RANK RANKS         another node: where and how many nodes, the environment says
 """
 
 import os
@@ -18,16 +19,24 @@ from support.scoring import tiny
 
 from tba.cli.exit import end_process
 from tba.contracts.config import LoRA, RunConfig
-from tba.contracts.errors import UserError
+from tba.contracts.errors import LeftAlone, UserError
 from tba.contracts.records import Lineage
+from tba.stop import stop_signals
 from tba.trainer.adapted import make_policy
 from tba.trainer.checkpoint import TrainerState
 from tba.trainer.learner import Learner, new_rows
+from tba.trainer.node import Node
+from tba.trainer.nodelink import Hello
+from tba.trainer.nodes import Nodes
 from tba.trainer.rank import order_build, serve
-from tba.trainer.rankprocesses import RankProcesses, join_as_child
+from tba.trainer.rankprocesses import join_as_child
 from tba.trainer.sharded_adapted import make_sharded_policy
+from tba.trainer.team import Team
 
 STEPS = 4
+NUM_NODES = int(os.environ.get("NUM_NODES", "1"))
+HOST, PORT = os.environ.get("NODE_0", "127.0.0.1"), int(os.environ.get("NODE_0_PORT", "0"))
+TOKEN = "of the test"
 
 
 @dataclass(frozen=True)
@@ -77,16 +86,44 @@ def live_of(recipe: Recipe):
 @contextmanager
 def learners(num_ranks: int):
     """A maker of learners, each over all ranks."""
-    if num_ranks == 1:
+    if num_ranks == NUM_NODES == 1:
         yield _alone
         return
-    processes = RankProcesses(num_ranks, [sys.executable, __file__], on_loss=_lost)
-    done = False
+    nodes = gathered(num_ranks)
+    team = Team(num_ranks, [sys.executable, __file__], on_loss=_lost, nodes=nodes)
+    code = 1
     try:
-        yield lambda config: _spread(config, processes)
-        done = True
+        yield lambda config: _spread(config, team)
+        code = 0
+    except SystemExit as end:
+        code = end.code
+        raise
     finally:
-        processes.close(in_order=done)
+        team.close(code=code, in_order=code == 0)
+
+
+def gathered(num_ranks: int) -> Nodes | None:
+    """The other nodes of `NUM_NODES`."""
+    if NUM_NODES == 1:
+        return None
+    nodes = Nodes(NUM_NODES, num_ranks, port=PORT, token=TOKEN, on_leave=_left, on_loss=_lost)
+    assert nodes.gather(seconds=60, stopping=lambda: False)
+    return nodes
+
+
+def _left(node: int) -> None:
+    print(f"node {node} is asked to end", file=sys.stderr, flush=True)
+
+
+def serve_node(node_rank: int, num_ranks: int) -> int:
+    """As another node."""
+    hello, argv = Hello(node_rank, NUM_NODES, num_ranks), [sys.executable, __file__]
+    try:
+        with stop_signals() as stop:
+            return Node(hello, (HOST, PORT), TOKEN, argv, stopping=stop.is_set).run(join_seconds=60)
+    except LeftAlone as error:
+        print(error, file=sys.stderr, flush=True)
+        return error.exit_code
 
 
 def _lost(told: str) -> None:
@@ -106,9 +143,9 @@ def _alone(config: RunConfig) -> Learner:
     return Learner(policy, config)
 
 
-def _spread(config: RunConfig, processes: RankProcesses) -> Learner:
+def _spread(config: RunConfig, team: Team) -> Learner:
     torch.manual_seed(0)
-    objective, ranks = config.objective, processes.ranks
+    objective, ranks = config.objective, team.ranks
     unpackable = config.model.uri == UNPACKABLE
     order_build(ranks, config.model, objective, {UNPACKABLE: b""} if unpackable else {})
     policy = make_sharded_policy(
@@ -199,7 +236,7 @@ def refuse(make: Callable[[RunConfig], Learner]) -> None:
     except UserError as error:
         print(error, file=sys.stderr, flush=True)
         time.sleep(3.0)
-        end_process(error.exit_code)
+        raise SystemExit(error.exit_code) from error
 
 
 def serve_told() -> None:
@@ -214,7 +251,7 @@ def serve_told() -> None:
     try:
         serve(join_as_child(), build=build)
     except UserError as error:
-        end_process(error.exit_code)
+        raise SystemExit(error.exit_code) from error
     print("rank stayed" if torch.distributed.is_initialized() else "rank left", file=sys.stderr, flush=True)
 
 
@@ -223,6 +260,8 @@ def main() -> None:
     if len(sys.argv) == 1:
         serve_told()
         return
+    if sys.argv[1] == "node":
+        raise SystemExit(serve_node(int(sys.argv[2]), int(sys.argv[3])))
     num_ranks, folder = int(sys.argv[1]), Path(sys.argv[2])
     with learners(num_ranks) as make:
         for name in sys.argv[3:]:
@@ -234,4 +273,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SystemExit as end:
+        end_process(end.code if isinstance(end.code, int) else 0)

@@ -2,25 +2,13 @@
 
 import os
 import signal
-import time
-from pathlib import Path
 
 from support.audit import audit
+from support.pids import children_of, wait_until_gone
 from support.processes import cluster, job_for
 
 from tba.contracts.keys import CheckpointKey
 from tba.contracts.records import RunState
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
-    except FileNotFoundError:
-        return False
 
 
 def test_a_run_of_two_ranks_goes_on_after_a_killed_rank_and_after_sigterm_and_completes_with_one(tmp_path):
@@ -39,10 +27,7 @@ def test_a_run_of_two_ranks_goes_on_after_a_killed_rank_and_after_sigterm_and_co
         run.wait_for(lambda latest: latest.epoch == 2 and latest.step >= step + 4)
         (rank,) = children_of(second.pid)
         assert run.stop(second) == [143], run.tail()
-        deadline = time.monotonic() + 10
-        while alive(rank):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until_gone(rank)
         last = run.trainer()
         assert last.wait(240) == 0, run.tail()
         latest = run.latest()

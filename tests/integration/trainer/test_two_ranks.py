@@ -4,12 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.pids import children_of, wait_until_gone
 from support.rank_results import PROGRAM, RECIPES, largest_difference, rank_environment, run_ranks
 
 from tba.contracts.errors import UserError
@@ -85,8 +85,7 @@ def training(tmp_path):
         assert process.stderr is not None
         while "training" not in process.stderr.readline():
             assert process.poll() is None
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        yield process, int(children[0])
+        yield process, children_of(process.pid)[0]
         process.kill()
 
 
@@ -101,7 +100,4 @@ def test_a_rank_that_is_killed_amid_a_step_ends_rank_0_with_words_for_it(trainin
 def test_ranks_end_with_a_trainer_that_is_killed(training):
     process, child = training
     process.kill()
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{child}/cmdline").exists() and Path(f"/proc/{child}/cmdline").read_bytes():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until_gone(child)

@@ -45,7 +45,16 @@ def test_the_smallest_job_is_valid_and_has_the_documented_defaults():
             "spec.searcher.engine.type: must be vllm, transformers or fake, got 'vlm'",
         ),
         ("kind", "Job", "kind: must be TBAJob, got 'Job'; write TBAJob"),
-        ("spec.trainer.nodes", 2, "nodes must be 1 in this release, got 2: the trainer runs in one pod"),
+        (
+            "spec.trainer",
+            {"nodes": 2, "offloadReference": True},
+            "nodes > 1 goes with neither compile nor offloadReference, got 2: set both to false, or nodes: 1",
+        ),
+        (
+            "spec.trainer",
+            {"nodes": 2, "colocatedSearcher": {"enabled": True}},
+            "colocatedSearcher shares one GPU with the trainer, got nodes 2: set nodes: 1, or add searcher.replicas",
+        ),
         (
             "spec.trainer",
             {"gpusPerNode": 2, "compile": True},

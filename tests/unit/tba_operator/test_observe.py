@@ -236,6 +236,17 @@ def test_a_trainer_job_without_a_pod_is_asked_for_its_failures():
     assert scene.view().observed.create_failures == ("forbidden: violates PodSecurity",)
 
 
+@pytest.mark.parametrize(("had", "lacks"), [((), True), (("0",), True), (("0", "1"), False), (("0", "0"), True)])
+def test_a_trainer_of_two_nodes_lacks_pods_until_each_node_has_had_one(had, lacks):
+    pods = [
+        raw_pod("trainer", f"t-{i}", labels={"tba.dev/attempt": "1", "batch.kubernetes.io/job-completion-index": index})
+        for i, index in enumerate(had)
+    ]
+    scene = Scene(children=[trainer_job(1, spec={"completions": 2})], pods=pods)
+    scene.api.put(event("FailedCreate", "trainer-1", "exceeded quota: gpu"))
+    assert scene.view().observed.create_failures == (("exceeded quota: gpu",) if lacks else ())
+
+
 def test_a_trainer_job_that_ended_lacks_no_pod():
     done = trainer_job(1, status={"conditions": [{"type": "Complete", "status": "True"}]})
     scene = Scene(children=[done])
@@ -300,7 +311,8 @@ def test_events_that_may_not_be_read_are_none():
 
 def test_progress_is_asked_of_trainers_that_run():
     over = raw_pod("trainer", "t-0", phase="Failed")
-    scene = Scene(pods=[over, raw_pod("trainer", "t-1"), raw_pod("searcher")])
+    other_node = raw_pod("trainer", "t-2", labels={"batch.kubernetes.io/job-completion-index": "1"})
+    scene = Scene(pods=[over, raw_pod("trainer", "t-1"), other_node, raw_pod("searcher")])
     scene.view()
     assert scene.progress.asked == {"uid-t-1"}
 

@@ -1,5 +1,6 @@
 import json
 
+import pytest
 from support.raw_pods import CREATED_SECONDS, condition, raw_pod, terminated, waiting
 
 from tba_operator.podstate import NO_EXIT_CODE, belongs_to, has_role, pod_of
@@ -136,3 +137,8 @@ def test_a_pod_belongs_to_the_workload_that_controls_it():
 
 def test_an_attempt_that_is_no_number_is_none():
     assert pod_of(raw_pod(labels={"tba.dev/attempt": "x"})).attempt is None
+
+
+@pytest.mark.parametrize(("labels", "rank"), [({}, 0), ({"batch.kubernetes.io/job-completion-index": "3"}, 3)])
+def test_the_node_rank_is_the_completion_index(labels, rank):
+    assert pod_of(raw_pod(labels=labels)).node_rank == rank

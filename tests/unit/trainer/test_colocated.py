@@ -204,7 +204,16 @@ def test_memory_that_the_trainer_does_not_use_is_given_back_before_the_engine_ne
 def test_the_searcher_gets_neither_tokens_nor_ports_nor_a_rank_of_the_trainer():
     kept = {"PATH": "/bin", "TBA_CREDENTIALS_DIR": "/c", "OMP_NUM_THREADS": "4", "TBA_TRACE": "/t"}
     left_out = dict.fromkeys(
-        ("HF_TOKEN", "TBA_PORT", "TBA_TERMINATION_PATH", "RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"),
+        (
+            "HF_TOKEN",
+            "TBA_RENDEZVOUS_TOKEN",
+            "TBA_PORT",
+            "TBA_TERMINATION_PATH",
+            "RANK",
+            "WORLD_SIZE",
+            "MASTER_ADDR",
+            "TORCHELASTIC_RUN_ID",
+        ),
         "x",
     )
     assert environment(kept | left_out) == kept

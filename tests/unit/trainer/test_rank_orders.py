@@ -32,7 +32,7 @@ def test_an_order_arrives_as_it_was_sent(facts, given_arrays):
     [
         ({}, 0, 0),
         ({"RANK": "1", "WORLD_SIZE": "2"}, 0, 0),  # somebody else's
-        ({"RANK": "1", "WORLD_SIZE": "2", "TBA_RANK_STORE_PORT": "1"}, 1, 0),
+        ({"RANK": "1", "WORLD_SIZE": "2", "TBA_RANK_STORE": "127.0.0.1 1"}, 1, 0),
         ({"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "host"}, 3, 8),
     ],
 )

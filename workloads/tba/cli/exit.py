@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from tba.contracts.errors import CorruptObject, Fenced, StoreUnavailable, UserError
+from tba.contracts.errors import CorruptObject, Fenced, LeftAlone, RanksMissing, StoreUnavailable, UserError
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 """What a person mends, not a programmer: told without a traceback."""
@@ -67,7 +67,7 @@ def ending_of(body: Callable[[], Any]) -> Ending:
     try:
         result = body()
         return Ending(result if isinstance(result, int) else 0)
-    except (UserError, StoreUnavailable, Fenced, CorruptObject) as error:
+    except (UserError, StoreUnavailable, Fenced, CorruptObject, RanksMissing, LeftAlone) as error:
         return Ending(error.exit_code, tell(str(error)))
     except typer.Exit as error:
         return Ending(error.exit_code)

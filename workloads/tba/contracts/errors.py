@@ -23,3 +23,15 @@ class CorruptObject(RuntimeError):
     """An object's bytes do not match its recorded size or hash, or cannot be parsed."""
 
     exit_code = 1
+
+
+class RanksMissing(RuntimeError):
+    """Other ranks of this trainer did not come. Exit code 1; retried, counted."""
+
+    exit_code = 1
+
+
+class LeftAlone(RuntimeError):
+    """Rank 0 of this trainer did not come, or has gone. Exit code 143; retried, not counted: rank 0's own end is."""
+
+    exit_code = 143

@@ -68,41 +68,43 @@ class Trainer(Container, TrainerSettings):
     """The trainer pod. Immutable unless the job is suspended."""
 
     gpus_per_node: int | None = Field(default=None, ge=0)
-    """Processes that train together, each on a GPU of its own, with the weights spread over them. null: 1, or 0 with a
-    CPU engine."""
+    """Processes of a pod that train together, each on a GPU of its own, with the weights spread over all. null: 1, or 0
+    with a CPU engine."""
     nodes: int = Field(default=1, ge=1)
-    """Trainer pods; this release has one."""
+    """Trainer pods that train together; the first is the trainer, the others lend it their GPUs."""
     termination_grace_period_seconds: int = Field(default=600, ge=0)
     """Time to write a checkpoint and stop."""
 
     @model_validator(mode="after")
     def _shares_one_gpu(self) -> Self:
-        if self.colocated_searcher.enabled is True and (self.gpus_per_node or 0) > 1:
+        if self.colocated_searcher.enabled is True and self.num_ranks > 1:
+            field, got = self.several
             raise ValueError(
-                f"colocatedSearcher shares one GPU with the trainer, got gpusPerNode {self.gpus_per_node}: "
-                "set gpusPerNode: 1, or add searcher.replicas instead"
+                f"colocatedSearcher shares one GPU with the trainer, got {field} {got}: "
+                f"set {field}: 1, or add searcher.replicas instead"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _one_pod(self) -> Self:
-        if self.nodes != 1:
-            raise ValueError(f"nodes must be 1 in this release, got {self.nodes}: the trainer runs in one pod")
         return self
 
     @model_validator(mode="after")
     def _several_ranks(self) -> Self:
         if self.num_ranks > 1 and (self.compile or self.offload_reference):
+            field, got = self.several
             raise ValueError(
-                f"gpusPerNode > 1 goes with neither compile nor offloadReference, got {self.gpus_per_node}: "
-                "set both to false, or gpusPerNode: 1"
+                f"{field} > 1 goes with neither compile nor offloadReference, got {got}: "
+                f"set both to false, or {field}: 1"
             )
         return self
 
     @property
     def num_ranks(self) -> int:
-        """Processes that train together."""
-        return max(1, self.gpus_per_node or 0)
+        """Processes that train together, on all nodes."""
+        return max(1, self.gpus_per_node or 0) * self.nodes
+
+    @property
+    def several(self) -> tuple[str, int]:
+        """The field, and its value, that makes more than one process train."""
+        gpus = self.gpus_per_node or 0
+        return ("gpusPerNode", gpus) if gpus > 1 else ("nodes", self.nodes)
 
 
 class Autoscaling(Contract):
@@ -231,9 +233,10 @@ class JobSpec(Contract):
                 "model.lora goes without trainer.compile, got true: set trainer.compile: false, or remove model.lora"
             )
         if self.trainer.num_ranks > 1:
+            field, got = self.trainer.several
             raise ValueError(
-                f"model.lora trains on one GPU in this release, got gpusPerNode {self.trainer.gpus_per_node}: "
-                "set trainer.gpusPerNode: 1, or remove model.lora"
+                f"model.lora trains on one GPU in this release, got {field} {got}: "
+                f"set trainer.{field}: 1, or remove model.lora"
             )
         return self
 

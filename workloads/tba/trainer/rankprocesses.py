@@ -1,4 +1,4 @@
-"""Starts the ranks of this host: the trainer is rank 0, its children are the others, one a device.
+"""Starts ranks on this host as child processes, one a device, and notices the end of one.
 
 Not torchrun: its exit code says only that some rank failed, and the trainer's says what to do (interface.md §2).
 Started by torchrun, this process takes its place from torchrun's environment variables instead.
@@ -6,12 +6,11 @@ Started by torchrun, this process takes its place from torchrun's environment va
 
 import os
 import signal
-import socket
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -25,9 +24,8 @@ from tba.trainer.ranks import END_SECONDS, Ranks, join
 
 JOIN_SECONDS = 600.0
 """For all ranks to import and meet."""
-LOOK_SECONDS = 0.2
-_HOST = "127.0.0.1"
-_STORE = "TBA_RANK_STORE_PORT"
+_STORE = "TBA_RANK_STORE"
+"""Environment variable: HOST PORT."""
 
 
 def own_rank(variables: Mapping[str, str]) -> int:
@@ -55,8 +53,15 @@ def device_of(local_rank: int) -> torch.device:
     return device
 
 
+def lacking_gpus(ranks: int) -> str:
+    """Why so many ranks cannot run on this host; empty: they can, be it without GPUs."""
+    if torch.cuda.is_available() and torch.cuda.device_count() < ranks:
+        return f"trainer.gpusPerNode is {ranks}, got {torch.cuda.device_count()} GPUs here: lower it"
+    return ""
+
+
 def join_as_child() -> Ranks:
-    """As a rank other than 0: meet the others, and die with rank 0."""
+    """As a rank other than 0: meet the others, and die with the process that started this one."""
     for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 ends us, between two steps
         signal.signal(number, signal.SIG_IGN)
     rank = own_rank(os.environ)
@@ -65,52 +70,69 @@ def join_as_child() -> Ranks:
         return join(rank, torchrun_size(os.environ), device)
     die_with_parent(signal.SIGKILL)
     size = int(os.environ["WORLD_SIZE"])
-    store = TCPStore(_HOST, int(os.environ[_STORE]), None, False, timeout=timedelta(seconds=JOIN_SECONDS))
-    return join(rank, size, device, store)
+    host, _, port = os.environ[_STORE].rpartition(" ")
+    return join(rank, size, device, TCPStore(host, int(port), None, False, timeout=timedelta(seconds=JOIN_SECONDS)))
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A rank that has ended by itself."""
+
+    rank: int
+    code: int
+    """Of its process; below 0: the signal."""
+
+    @property
+    def all_raise_it(self) -> bool:
+        """A mistake of the user's, found by every rank alike: rank 0 tells it, with its own exit code."""
+        return self.code == UserError.exit_code
+
+    @property
+    def how(self) -> str:
+        """Code or signal."""
+        return f"code {self.code}" if self.code >= 0 else signal.Signals(-self.code).name
+
+    def __str__(self) -> str:
+        return (
+            f"trainer rank {self.rank} ended with {self.how}: see its log; the run resumes from the newest checkpoint"
+        )
 
 
 class RankProcesses:
-    """Ranks 1 ... size - 1 as child processes. For the main thread, which must outlive them."""
+    """Some ranks as children. For the main thread, which must outlive them."""
 
-    def __init__(self, size: int, argv: Sequence[str], *, on_loss: Callable[[str], None]) -> None:
-        """`argv`: what starts a rank. `on_loss`: called in a thread when one has ended by itself, with words for it.
+    def __init__(
+        self, ranks: Sequence[int], argv: Sequence[str], *, size: int, store: tuple[str, int], first_device: int = 0
+    ) -> None:
+        """`ranks` of `size` take the devices of this host from `first_device` on; all meet at `store` (host, port).
 
-        Raises: UserError if this host has fewer GPUs; OSError if a process cannot be started.
+        `argv`: what starts a rank. Raises: OSError if a process cannot be started.
         """
-        self._on_loss = on_loss
-        self._closing = threading.Event()
-        device = device_of(0)
-        if device.type == "cuda":
-            device_count = torch.cuda.device_count()
-            if device_count < size:
-                raise UserError(f"trainer.gpusPerNode is {size}, got {device_count} GPUs here: lower it")
-        # All on this host: none of its names need resolve, and nobody else can connect.
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(variable, "lo")
-        listener = socket.create_server((_HOST, 0))
-        port = listener.getsockname()[1]
-        self._store = TCPStore(_HOST, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
-        self._children = [self._start(rank, size, port, argv) for rank in range(1, size)]
-        self._watch = threading.Thread(target=self._watch_children, name="ranks", daemon=True)
-        self._watch.start()
-        self.ranks = join(0, size, device, self._store)
-        """This process among them."""
+        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        for device, rank in enumerate(ranks, start=first_device):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(device), "WORLD_SIZE": str(size)}
+            self._children[rank] = _start(argv, own | {_STORE: f"{store[0]} {store[1]}"})
+            log.info(PROCESS_STARTED, rank=rank, pid=self._children[rank].pid)
 
     @property
     def pids(self) -> list[int]:
-        """Of ranks 1, 2, ..."""
-        return [child.pid for child in self._children]
+        """By rank."""
+        return [child.pid for child in self._children.values()]
 
-    def close(self, *, in_order: bool) -> None:
-        """End all ranks, within a bounded time: `in_order` if none is within a collective; else they are killed."""
-        if not in_order:  # what broke this process may be the loss of a rank: that is what to tell
-            self._watch.join(2 * LOOK_SECONDS)
-        self._closing.set()
-        deadline = time.monotonic()
-        if in_order:
-            deadline += END_SECONDS
-            self.ranks.close()
-        for child in self._children:
+    def loss(self) -> Loss | None:
+        """The first that has ended and was not asked to; null: all run. It is logged."""
+        for rank, child in self._children.items():
+            code = child.poll()
+            if code:  # 0: rank 0 ended it in order
+                found = Loss(rank, code)
+                log.error(RANK_ENDED, rank=rank, reason=found.how)
+                return found
+        return None
+
+    def close(self, *, seconds: float) -> None:
+        """Wait for all to end, so long together; kill who has not."""
+        deadline = time.monotonic() + seconds
+        for child in self._children.values():
             try:
                 child.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -118,23 +140,7 @@ class RankProcesses:
                 with suppress(subprocess.TimeoutExpired):  # a driver may hold it for ever
                     child.wait(END_SECONDS)
 
-    def _start(self, rank: int, size: int, port: int, argv: Sequence[str]) -> "subprocess.Popen[bytes]":
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), _STORE: str(port)}
-        child = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, start_new_session=True, env={**child_environment(os.environ), **own}
-        )
-        log.info(PROCESS_STARTED, rank=rank, pid=child.pid)
-        return child
 
-    def _watch_children(self) -> None:
-        while not self._closing.wait(LOOK_SECONDS):
-            for rank, child in enumerate(self._children, start=1):
-                code = child.poll()
-                if code == UserError.exit_code:  # all ranks raise it: this process tells it, with its own exit code
-                    self._closing.wait(END_SECONDS)
-                if code is not None and not self._closing.is_set():
-                    told = f"code {code}" if code >= 0 else signal.Signals(-code).name
-                    log.error(RANK_ENDED, rank=rank, reason=told)
-                    self._on_loss(f"trainer rank {rank} ended with {told}: see its log; the run resumes from the "
-                                  "newest checkpoint")  # fmt: skip
-                    return
+def _start(argv: Sequence[str], own: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    environment = {**child_environment(os.environ), **own}
+    return subprocess.Popen(argv, stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
