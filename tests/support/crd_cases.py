@@ -199,19 +199,6 @@ RELEASE = (
         told="nodes > 1 goes with neither compile nor offloadReference, got 2: set both to false, or nodes: 1",
     ),
     Case(
-        rule="release-lora-one-node",
-        accepted=(spec(trainer={"nodes": 2}), spec(model={"lora": {}}, trainer={"nodes": 1})),
-        refused=(spec(model={"lora": {}}, trainer={"nodes": 2}),),
-        told="model.lora trains on one GPU in this release, got nodes 2: set trainer.nodes: 1, or remove model.lora",
-    ),
-    Case(
-        rule="release-lora-one-rank",
-        accepted=(spec(trainer={"gpusPerNode": 2}),),
-        refused=(spec(model={"lora": {}}, trainer={"gpusPerNode": 2}),),
-        told="model.lora trains on one GPU in this release, got gpusPerNode 2: set trainer.gpusPerNode: 1, or remove "
-        "model.lora",
-    ),
-    Case(
         rule="lora-fixed-reference",
         accepted=(spec(model={"lora": {}}), objective(reference={"type": "EMA", "decay": 0.9})),
         refused=(

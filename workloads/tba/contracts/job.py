@@ -232,12 +232,6 @@ class JobSpec(Contract):
             raise ValueError(
                 "model.lora goes without trainer.compile, got true: set trainer.compile: false, or remove model.lora"
             )
-        if self.trainer.num_ranks > 1:
-            field, got = self.trainer.several
-            raise ValueError(
-                f"model.lora trains on one GPU in this release, got {field} {got}: "
-                f"set trainer.{field}: 1, or remove model.lora"
-            )
         return self
 
     def run_config(self) -> RunConfig:
