@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 
 import torch
 from support.audit import audit
@@ -37,6 +38,18 @@ def test_a_run_of_two_ranks_goes_on_after_a_killed_rank_and_after_sigterm_and_co
         assert (latest.state, latest.step, latest.epoch) == (RunState.COMPLETE, 80, 3)
         result = audit(run.store)
         assert result.lost == set() and result.doubled == set()
+
+
+def test_ranks_that_torchrun_started_leave_in_order_after_sigterm(tmp_path):
+    job = job_for(tmp_path, f"file://{tmp_path}/store")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    with cluster(tmp_path, job) as run:
+        run.searcher()
+        trainer, other = (run.trainer(**place, RANK=rank, LOCAL_RANK=rank) for rank in ("0", "1"))
+        run.wait_for(lambda latest: latest.step >= 2)
+        assert run.stop(trainer) == [143], run.tail()
+        assert other.wait(30) == 0, run.tail()
 
 
 def test_an_adapter_trained_by_two_ranks_goes_on_after_sigterm_and_completes_with_one(tmp_path):
