@@ -178,26 +178,26 @@ def tensors_of(state: TrainerState) -> dict[str, torch.Tensor]:
     return {f"{file}/{name}": t.contiguous() for file, tensors in state.tensors.items() for name, t in tensors.items()}
 
 
-def resume(learner: Learner, folder: Path, step: int) -> None:
+def resume(learner: Learner, folder: Path, recipe: str, step: int) -> None:
     """Go on where the state in `folder` ended."""
-    flat, tensors = load_file(folder / "resume.safetensors"), {}
+    flat, tensors = load_file(folder / f"resume_{recipe}.safetensors"), {}
     for name, tensor in flat.items():
         file, _, rest = name.partition("/")
         tensors.setdefault(file, {})[rest] = tensor
     from json import loads
 
     shards = {s.header.id: s for s in map(make_shard, SHARDS)}
-    state = TrainerState(tensors, loads((folder / "resume.json").read_text()))
+    state = TrainerState(tensors, loads((folder / f"resume_{recipe}.json").read_text()))
     learner.restore(state, step, lambda ids: [new_rows(shards[i], Lineage()) for i in ids])
 
 
-def keep(learner: Learner, folder: Path) -> None:
+def keep(learner: Learner, folder: Path, recipe: str) -> None:
     """For `resume`."""
     from json import dumps
 
     state = learner.state()
-    save_file(tensors_of(state), folder / "resume.safetensors")
-    (folder / "resume.json").write_text(dumps(state.facts))
+    save_file(tensors_of(state), folder / f"resume_{recipe}.safetensors")
+    (folder / f"resume_{recipe}.json").write_text(dumps(state.facts))
 
 
 def run(make: Callable[[RunConfig], Learner], name: str, folder: Path) -> dict[str, torch.Tensor]:
@@ -206,11 +206,11 @@ def run(make: Callable[[RunConfig], Learner], name: str, folder: Path) -> dict[s
         start, recipe = int(step), RECIPES[chosen]
         learner = make(config_of(recipe))
         if start:
-            resume(learner, folder, start)
+            resume(learner, folder, chosen, start)
         else:
             feed(learner, *map(make_shard, SHARDS))
         results = train(learner, recipe, 2)
-        keep(learner, folder)
+        keep(learner, folder, chosen)
         return results
     recipe = RECIPES[name]
     learner = make(config_of(recipe))

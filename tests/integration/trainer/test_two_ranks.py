@@ -54,17 +54,23 @@ def test_two_ranks_report_the_log_ratios_and_weights_of_one(results, recipe):
     torch.testing.assert_close(*losses, rtol=1e-2 if recipe == "bfloat16" else 1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "kept"), [("ema", ("master/", "optimizer/", "reference/")), ("adapter", ("master/", "optimizer/"))]
-)
-def test_a_checkpoint_of_one_rank_goes_on_with_two_and_their_checkpoint_with_one(recipe, kept, tmp_path):
+KEPT = {"ema": ("master/", "optimizer/", "reference/"), "adapter": ("master/", "optimizer/")}
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    """A folder where runs went on with another number of ranks, and one where a single rank did all."""
+    mixed, alone = tmp_path_factory.mktemp("mixed"), tmp_path_factory.mktemp("alone")
     for num_ranks, start in ((1, 0), (2, 2), (1, 4)):
-        run(num_ranks, tmp_path, f"resume:{start}:{recipe}")
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    run(1, alone, *(f"resume:{start}:{recipe}" for start in (0, 2, 4)))
-    mixed, never = (load_file(folder / f"resume:4:{recipe}.safetensors") for folder in (tmp_path, alone))
-    for what in kept:
+        run(num_ranks, mixed, *(f"resume:{start}:{recipe}" for recipe in KEPT))
+    run(1, alone, *(f"resume:{start}:{recipe}" for recipe in KEPT for start in (0, 2, 4)))
+    return mixed, alone
+
+
+@pytest.mark.parametrize("recipe", KEPT)
+def test_a_checkpoint_of_one_rank_goes_on_with_two_and_their_checkpoint_with_one(resumed, recipe):
+    mixed, never = (load_file(folder / f"resume:4:{recipe}.safetensors") for folder in resumed)
+    for what in KEPT[recipe]:
         assert largest_difference(mixed, never, what) <= TOLERANCE, what
 
 
