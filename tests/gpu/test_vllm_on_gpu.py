@@ -4,6 +4,7 @@ bfloat16 differs from float32 by more than any bound worth testing, so each comp
 bfloat16 is from transformers' float32 on the same tokens.
 """
 
+import threading
 import time
 
 import pytest
@@ -17,6 +18,7 @@ from tba.lora import attach, merged, scale_of
 from tba.models import build_model, load_weights
 from tba.searcher.engines import Request, build
 from tba.snapshots import Snapshot, SnapshotFetcher, publish_snapshot
+from tba.snapshots.hostmemory import host_memory
 from tba.store import open_store
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]  # warnings are vLLM's
@@ -52,6 +54,24 @@ def engine(first):
     made.load(first)
     yield made
     made.close()
+
+
+@pytest.fixture
+def registering():
+    """A thread that asks for new host memory all the time, as fetching ever larger snapshots does."""
+    ended = threading.Event()
+
+    def ask():
+        size = 2**20
+        while not ended.is_set():
+            host_memory(size)
+            size = 2**28 + 2**20 - size  # of another number of blocks than before
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    yield
+    ended.set()
+    thread.join()
 
 
 @pytest.fixture(autouse=True)
@@ -247,3 +267,10 @@ def test_adapters_beside_their_base_are_swapped_in_flight_and_answer_as_merged_i
         assert all(r.error is None for r in done) and any(len(r.spans) == 2 for r in done)
     finally:
         made.close()
+
+
+def test_an_engine_starts_while_the_next_weights_arrive(first, registering):
+    settings = Engine(type="vllm", max_num_seqs=64, gpu_memory_utilization=0.1)
+    engine = build(settings, model=Model(uri="file:///m", dtype="bfloat16", max_model_len=MAX_MODEL_LEN))
+    engine.load(first)  # captures its graphs
+    engine.close()

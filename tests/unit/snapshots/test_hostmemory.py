@@ -1,11 +1,13 @@
 """Registered memory: never two holders of a block, none unregistered while held, the next of its size reuses it."""
 
 import gc
+import threading
 
 import pytest
 import torch
 
-from tba.snapshots.hostmemory import Blocks, host_memory
+from tba.snapshots import hostmemory
+from tba.snapshots.hostmemory import HOST_ALLOCATION, Blocks, host_memory
 
 LARGE = 2**26 + 1
 
@@ -61,3 +63,16 @@ def test_free_blocks_of_another_size_are_given_up():
 def test_without_cuda_it_is_plain_memory_of_any_size():
     assert [len(host_memory(n)) for n in (0, 7)] == [0, 7]
     assert not torch.cuda.is_initialized()
+
+
+def test_nothing_is_registered_while_an_engine_starts_in_another_thread(monkeypatch):
+    device = Device()
+    monkeypatch.setattr(hostmemory, "_blocks", device.it)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    taken = threading.Event()
+    fetching = threading.Thread(target=lambda: (host_memory(1000), taken.set()))
+    with HOST_ALLOCATION:
+        fetching.start()
+        assert not taken.wait(0.1) and not device.blocks
+    fetching.join()
+    assert taken.is_set() and device.registered == 1

@@ -5,6 +5,7 @@ process that has no turn on the device yet. Registering locks every page and hol
 nobody holds any more is kept for the next of its size.
 """
 
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +18,10 @@ import torch
 _GRAIN_BYTES = 2**26
 """Blocks are multiples of it: an anchor, which has headers, takes one of the same size as the deltas on it."""
 _PORTABLE = 1  # for the contexts of all devices
+
+HOST_ALLOCATION = threading.RLock()
+"""Held by whoever has CUDA allocate or register host memory, and by an engine while it starts: a CUDA graph that is
+being captured is lost if any thread of the process does either meanwhile, and the engine with it."""
 
 
 class Blocks:
@@ -50,9 +55,10 @@ class Blocks:
 
 
 def host_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Memory of undefined content, `Blocks`' if this process uses CUDA already."""
+    """Memory of undefined content, `Blocks`' if this process uses CUDA already. Waits for `HOST_ALLOCATION`."""
     if num_bytes and torch.cuda.is_initialized():
-        return _blocks.take(num_bytes)
+        with HOST_ALLOCATION:
+            return _blocks.take(num_bytes)
     return np.empty(num_bytes, np.uint8)
 
 

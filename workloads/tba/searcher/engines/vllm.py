@@ -58,6 +58,7 @@ from tba.searcher.engines.vllm_options import (
     wants_logprobs,
 )
 from tba.searcher.engines.vllm_weights import SharedWeights
+from tba.snapshots.hostmemory import HOST_ALLOCATION
 
 if TYPE_CHECKING:
     from tba.snapshots import Snapshot
@@ -181,7 +182,8 @@ class VllmEngine:
         settings = self._settings(str(self._folder.path))
         if hasattr(vllm_envs, "disable_envs_cache"):
             vllm_envs.disable_envs_cache()  # an earlier engine of this process had another folder
-        with self._folder.holding_sockets():
+        # It captures CUDA graphs, while the next weights may be on their way in another thread.
+        with self._folder.holding_sockets(), HOST_ALLOCATION:
             # In this process: `load` needs to know which step is the last with the old weights.
             self._engine = LLMEngine(
                 vllm_config=settings,
