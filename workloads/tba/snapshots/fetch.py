@@ -6,6 +6,7 @@ manifest ─► chain ─► anchor's files ─► one buffer (hostmemory.py) �
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,9 +16,10 @@ from tba.contracts.keys import WeightsKey
 from tba.contracts.records import FileEntry, SnapshotManifest, TensorEntry
 from tba.hashing import xxh3_128
 from tba.lora import merged
+from tba.snapshots.beside import Beside
 from tba.snapshots.files import check_size, get_file, read_verified
 from tba.snapshots.hostcache import HostCache
-from tba.snapshots.hostmemory import host_memory
+from tba.snapshots.hostmemory import HOST_ALLOCATION, host_memory
 from tba.snapshots.layout import DTYPES, TensorSpan, parse, read_header
 from tba.snapshots.manifest import Link, read_chain
 from tba.snapshots.publish import ASSETS
@@ -25,6 +27,8 @@ from tba.snapshots.rebuild import advance
 from tba.store.protocol import ObjectStore
 
 _ALIGNMENT = 64  # bytes, of each file in the buffer: its tensors stay aligned
+_DOWNLOADS = 2
+"""Files in flight: one is hashed while another arrives."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +45,8 @@ class Snapshot:
         """The same weights without an adapter beside them. What has none is shared. Raises: CorruptObject."""
         if self.adapter is None:
             return self
-        weights = merged(self.tensors, self.adapter, scale=self.manifest.scale or 0.0)
+        with HOST_ALLOCATION:  # pinned, if this process uses CUDA
+            weights = merged(self.tensors, self.adapter, scale=self.manifest.scale or 0.0)
         return Snapshot(self.key, self.manifest, weights, self.assets)
 
 
@@ -103,13 +108,27 @@ def fetch_assets(store: ObjectStore, manifest_key: str) -> dict[str, bytes]:
 
 
 def _fetch_full(store: ObjectStore, link: Link, cache: HostCache | None) -> Snapshot:
-    prefix = WeightsKey.parse(link.key).prefix
-    tensors: dict[str, Tensor] = {}
-    for entry, view in zip(link.manifest.files, _allocate(store, prefix, link.manifest.files), strict=True):
-        read_verified(store, prefix, entry, view, cache)
-        _verify(link.key, link.manifest, entry.name, view)
-        tensors |= parse(view)
+    files = link.manifest.files
+    views = _allocate(store, WeightsKey.parse(link.key).prefix, files)
+    reads: list[Beside[dict[str, Tensor]]] = []
+    try:
+        for number, (entry, view) in enumerate(zip(files, views, strict=True)):
+            if number >= _DOWNLOADS:
+                reads[number - _DOWNLOADS].result()
+            reads.append(Beside("snapshot-get", partial(_read_file, store, link, entry, view, cache)))
+    finally:
+        for read in reads:
+            read.wait()
+    tensors = {name: tensor for read in reads for name, tensor in read.result().items()}
     return Snapshot(link.key, link.manifest, tensors, _assets(store, link))
+
+
+def _read_file(
+    store: ObjectStore, link: Link, entry: FileEntry, view: memoryview, cache: HostCache | None
+) -> dict[str, Tensor]:
+    read_verified(store, WeightsKey.parse(link.key).prefix, entry, view, cache)
+    _verify(link.key, link.manifest, entry.name, view)
+    return parse(view)
 
 
 def _assets(store: ObjectStore, link: Link) -> dict[str, bytes]:

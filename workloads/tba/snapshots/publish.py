@@ -21,9 +21,10 @@ from tba.snapshots.manifest import Link, weights_hash
 from tba.store.protocol import ObjectStore
 
 ASSETS = "assets/"
-MAX_FILE_BYTES = 4 * 2**30
+MAX_FILE_BYTES = 2**29
+"""Small enough that a model of some GB is several: one is copied and hashed while others travel."""
 _UPLOADS = 2
-"""Files in flight, each in parts of its own: one is made while another travels."""
+"""Files in flight, each in parts of its own."""
 
 
 @dataclass(frozen=True, slots=True)
