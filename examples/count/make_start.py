@@ -3,13 +3,16 @@
 
 The model is supervised for a minute on worked answers, so that it knows how to count and reinforcement learning has
 something to choose from: SmolLM2-135M-Instruct then answers .30 of held-out questions right at temperature 1. Runs
-that are compared start from one such folder: the supervision is seeded but, on a GPU, not the same to the last bit.
+that are compared start from the same weights. On one kind of machine they should come out the same each time; the
+digest that is printed, and kept in made.json, says whether they did.
 
     build/train.jsonl  build/test.jsonl  build/start/   (--task count-long: build-long/, count-short: build-short/)
 """
 
 import argparse
+import hashlib
 import json
+import os
 import string
 import sys
 import time
@@ -50,7 +53,7 @@ def make(output: Path, args: argparse.Namespace) -> None:
     """Fill the folder, unless it is complete already."""
     settings = {k: str(v) for k, v in sorted(vars(args).items()) if k != "output"}
     record = output / "made.json"
-    if record.exists() and json.loads(record.read_text()) == settings:
+    if record.exists() and json.loads(record.read_text()).get("settings") == settings:
         print(f"{output} is there already, made with the same settings")
         return
     record.unlink(missing_ok=True)  # what follows is incomplete until the record is written again
@@ -58,12 +61,24 @@ def make(output: Path, args: argparse.Namespace) -> None:
     (output / ".gitignore").write_text("*\n")
     write_prompts(output / "train.jsonl", (make_item(args.task, "train", i) for i in range(args.train_prompts)))
     write_prompts(output / "test.jsonl", (make_item(args.task, "test", i) for i in range(args.held_out)))
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS has no deterministic results
+    torch.use_deterministic_algorithms(True, warn_only=True)
     torch.manual_seed(0)
     model, tokenizer = tiny() if args.tiny else load(args.model)
     supervise(model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer, args)
     model.to(torch.bfloat16).eval().save_pretrained(output / "start")
     tokenizer.save_pretrained(output / "start")
-    record.write_text(json.dumps(settings, indent=2))
+    weights = digest(model)
+    print(f"start {weights}", flush=True)
+    record.write_text(json.dumps({"settings": settings, "weights": weights}, indent=2))
+
+
+def digest(model: Any) -> str:
+    """Tells starts apart: 12 hex digits of the weights' hash. Runs that are compared have one."""
+    found = hashlib.sha256()
+    for _, tensor in sorted(model.state_dict().items()):
+        found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return found.hexdigest()[:12]
 
 
 def load(folder: Path) -> tuple[Any, Any]:

@@ -7,7 +7,9 @@ cd "$(dirname "$0")/../.." || exit 1
 source hack/gpu/env.sh
 KEEP=${KEEP:-$HOME/keep} PARTS=${PARTS:-$HOME/parts} START=${START:-$HOME/start}
 SECONDS_A_RUN=${SECONDS_A_RUN:-180}
-PAIR_SECONDS=${PAIR_SECONDS:-60} PAIR_SECONDS_TRL=${PAIR_SECONDS_TRL:-100} PAIRS_LIMIT=${PAIRS_LIMIT:-585}
+PAIR_SECONDS=${PAIR_SECONDS:-50} PAIR_SECONDS_TRL=${PAIR_SECONDS_TRL:-100} PAIRS_LIMIT=${PAIRS_LIMIT:-585}
+PAIR_ARMS=${PAIR_ARMS:-2 9 3}
+SHARED_CARDS=${SHARED_CARDS:-0,1,1,1,0,0} # arm 9: of the trainer, then of each searcher
 RUN_ROOT=${RUN_ROOT:-/dev/shm/tba}
 OUT=${OUT:-$HOME/out}
 mkdir -p "$KEEP" "$PARTS" "$OUT" "$RUN_ROOT"
@@ -40,6 +42,16 @@ trainer_bench() {
   step 1 200 tests-trainer python3 -m pytest tests/gpu -q -s -p no:cacheprovider --ignore tests/gpu/test_vllm_on_gpu.py
 }
 
+engine() { # engine CARD PROMPTS
+  step "$1" 300 engine python3 tests/bench/gpu/bench_engine.py --model "$START/start" --prompts "$2" --repetitions 2 \
+    -o "$KEEP/gpu_engine.json"
+}
+
+sync_large() {
+  step 0 150 sync-large python3 tests/bench/gpu/bench_sync.py --model "$VS/smol" --what 1.5b --engine vllm \
+    --folder "$RUN_ROOT" -o "$PARTS/gpu_sync.2.json"
+}
+
 count() { # count CARDS LIMIT ARGUMENTS...
   local cards=$1 limit=$2 name
   shift 2
@@ -49,22 +61,28 @@ count() { # count CARDS LIMIT ARGUMENTS...
     --seconds "$SECONDS_A_RUN" --max-steps 250 --run-root "$RUN_ROOT" --runs "$KEEP/gpu_count.jsonl" -o "$KEEP/gpu_count.json" "$@"
 }
 
-pairs() { # pairs SEED...: arms 2 5 6 3 of each seed, one run at a time, while this call lasts; the next call goes on
-  local pass seed arm mark clock spent
+pairs() { # pairs SEED...: $PAIR_ARMS of each seed, one run at a time, while this call lasts; the next call goes on
+  local pass seed arm mark clock spent cards
   for pass in new failed; do # one that failed is tried again, after all others
     for seed in "$@"; do
-      for arm in 2 5 6 3; do
-        mark=$PARTS/pairs${VARIANT:+-$VARIANT}-$arm-$seed clock=$PAIR_SECONDS
+      for arm in $PAIR_ARMS; do
+        mark=$PARTS/pairs${VARIANT:+-$VARIANT}-$arm-$seed clock=$PAIR_SECONDS cards=0,1
         [ -e "$mark.done" ] && continue
         [ $pass = new ] && [ -e "$mark.tried" ] && continue
         # Beside its clock: start, held-out prompts, end.
-        case $arm in 2) spent=35 ;; 5) spent=55 ;; 6) spent=65 ;; 3) spent=50 clock=$PAIR_SECONDS_TRL ;; esac
+        case $arm in
+        2) spent=60 ;;
+        5) spent=90 ;;
+        6) spent=100 ;;
+        9) spent=100 cards=$SHARED_CARDS ;;
+        3) spent=60 clock=$PAIR_SECONDS_TRL ;;
+        esac
         if ((SECONDS + clock + spent > PAIRS_LIMIT)); then
           echo "pairs: next is arm $arm, seed $seed: call this again"
           return
         fi
         touch "$mark.tried"
-        SECONDS_A_RUN=$clock count 0,1 "$(least $((clock + spent + 60)) $((PAIRS_LIMIT + 5 - SECONDS)))" \
+        SECONDS_A_RUN=$clock count "$cards" "$(least $((clock + spent + 60)) $((PAIRS_LIMIT + 5 - SECONDS)))" \
           --arms "$arm" --seeds "$seed" --variant "${VARIANT:-}" && touch "$mark.done"
         rm -rf "${RUN_ROOT:?}"/*
         cp -f "$KEEP"/* "$OUT"/
@@ -75,6 +93,13 @@ pairs() { # pairs SEED...: arms 2 5 6 3 of each seed, one run at a time, while t
     [ -e "${mark%.tried}.done" ] || echo "failed: ${mark##*/}"
   done
   echo "pairs: nothing is left of seeds $* but what failed"
+}
+
+look() { # look LIMIT SECONDS NAME CARDS ARGUMENTS...: speed alone, of one layout
+  local limit=$1 seconds=$2 name=$3 cards=$4
+  shift 4
+  SECONDS_A_RUN=$seconds count "$cards" "$limit" --evaluate-every 0 --seeds 0 --variant "$name" "$@"
+  rm -rf "${RUN_ROOT:?}"/*
 }
 
 least() { echo $(($1 < $2 ? $1 : $2)); }
@@ -97,17 +122,22 @@ third) # the model is complete: its start, the tests of the tier, engine and wei
   hack/gpu/install.sh c || exit 1
   if [ -n "${START_ONLY:-}" ]; then
     step 0 120 start python3 examples/count/make_start.py --model "$VS/smol" -o "$START"
+    [ "$START_ONLY" = engine ] || exit
+    # Weights on the first card, the engine on the second.
+    sync_large &
+    engine 1 320
+    wait
+    merge gpu_sync
     exit
   fi
   (step 0 180 tests-vllm python3 -m pytest tests/gpu/test_vllm_on_gpu.py -q -s -p no:cacheprovider) &
   tests=$!
   step 0 120 start python3 examples/count/make_start.py --model "$VS/smol" -o "$START"
   wait "$tests"
-  step 0 200 engine python3 tests/bench/gpu/bench_engine.py --model "$START/start" --prompts 640 -o "$KEEP/gpu_engine.json"
+  engine 0 640
   step 0 90 sync-small python3 tests/bench/gpu/bench_sync.py --model "$VS/smol" --what model deltas --engine vllm \
     --folder "$RUN_ROOT" -o "$PARTS/gpu_sync.1.json"
-  step 0 100 sync-large python3 tests/bench/gpu/bench_sync.py --model "$VS/smol" --what 1.5b --engine vllm \
-    --folder "$RUN_ROOT" -o "$PARTS/gpu_sync.2.json"
+  sync_large
   merge gpu_sync
   cat "$PARTS/background.log"
   ;;
@@ -121,6 +151,10 @@ async) # arm 5 on both cards, then two seeds of arm 1, a card each
 pairs) # what the headline compares, on both cards: session.sh pairs SEED...
   shift
   pairs "${@:-0}"
+  ;;
+look) # speed of one layout: session.sh look LIMIT SECONDS NAME CARDS ARGUMENTS...
+  shift
+  look "$@"
   ;;
 lag) # cells of the study of stale data, side by side on the first card: session.sh lag LIMIT ARGUMENTS...
   limit=${2:?limit}

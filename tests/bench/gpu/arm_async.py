@@ -1,4 +1,4 @@
-"""Arms 5 to 8: the real processes of `tba run`, each on its own card, and their snapshots scored afterwards.
+"""Arms 5 to 9: the real processes of `tba run`, each on its own card, and their snapshots scored afterwards.
 
 start trainer (GPU 0) and searcher (GPU 1) ─► clock starts when the searcher has weights ─► SIGTERM ─► history
                                                    └─► score_snapshots (own process): every tenth version
@@ -146,7 +146,9 @@ def _stop(running: list[tuple[subprocess.Popen[bytes], Path]]) -> None:
 
 
 def score_snapshots(job_file: Path, settings: list[str], uri: str, *, every: int, gpu: str) -> dict[int, float]:
-    """Step -> held-out score, in a process of its own, whose end frees the card."""
+    """Step -> held-out score, in a process of its own, whose end frees the card. `every` 0: nothing."""
+    if not every:
+        return {}
     argv = ["-m", "bench.gpu.arm_async", "--score", uri, "--job", str(job_file), "--every", str(every)]
     for setting in settings:
         argv += ["--set", setting]

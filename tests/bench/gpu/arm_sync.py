@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], dest="settings")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--lag", type=int, default=0, help="steps between a batch's weights and its use")
+    parser.add_argument("--engines", type=int, default=1, help="on each card")
     parser.add_argument("--world", type=int, default=1)
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--cards", type=int, nargs="*", default=[], help="whose use is measured, as NVML counts them")
@@ -38,7 +39,7 @@ def main() -> None:
     )
     busy = Busy(options.cards) if options.rank == 0 else None
     with tempfile.TemporaryDirectory() as folder:
-        loop = SyncLoop(job, Path(folder), ranks, lag=options.lag)
+        loop = SyncLoop(job, Path(folder), ranks, lag=options.lag, engines=options.engines)
         run = loop.run(
             seconds=options.seconds,
             max_steps=options.max_steps,

@@ -5,6 +5,8 @@
     5 ours asynchronous, 1 searcher + 1 trainer
     6 the same, and the trainer hosts another searcher       7 ours asynchronous, 3 searchers + 1 trainer (4 GPUs)
     8 as 5 with a GRPO-type objective: the system against the objective
+    9 asynchronous, and small searchers share both cards: `--gpus 0,1,1,1,0,0` names the trainer's card, then each
+      searcher's
 
 `--task count-slow`: as `count`, and each reward takes 200 ms, as a remote grader's would; how each arm calls it is in
 grading.py.
@@ -22,6 +24,7 @@ is on no arm's clock. `--set path=value` changes the job of every arm; name the 
 """
 
 import argparse
+import json
 import subprocess
 import tempfile
 import time
@@ -32,7 +35,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from bench.gpu.count_arms import RUNNERS
-from bench.gpu.count_runs import ARMS, GRPO, SLOW_TASK, CountRun, append_run, judge, read_runs
+from bench.gpu.count_runs import ARMS, ASYNCHRONOUS, GRPO, SHARED, SLOW_TASK, CountRun, append_run, judge, read_runs
 from bench.gpu.grading import slow_settings
 from bench.gpu.places import ROOT, tiny_start
 from bench.results import machine, own_command, table, write
@@ -68,6 +71,14 @@ ARM_SETTINGS = {
         "buffer.deduplicate=false",
         "searcher.engine.extraArgs.logprobsShare=1.0",
     ],
+    # A step of a small model costs an engine more Python than GPU: several engines fill a card. vLLM would count what
+    # the others hold as its own, so each is given a cache of a fixed size.
+    SHARED: [
+        "searcher.replicas=5",
+        "searcher.engine.maxNumSeqs=128",
+        "sync.intervalSteps=2",  # weights for five cost more than one step's worth is worth
+        f"searcher.engine.extraArgs.kv_cache_memory_bytes={3 * 2**30}",
+    ],
 }
 REHEARSAL = [
     "objective.promptsPerBatch=4",
@@ -92,9 +103,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--seconds", type=float, default=200.0, help="of a run, evaluations left out")
     parser.add_argument("--max-steps", type=int, default=150)
-    parser.add_argument("--evaluate-every", type=int, default=10)
+    parser.add_argument("--evaluate-every", type=int, default=10, help="steps; 0: never, for looking at speed alone")
     parser.add_argument("--gpus", default="0,1", help="cards to use")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="PATH=VALUE")
+    parser.add_argument("--engines", type=int, default=1, help="that a card has in arms 1 and 2, each in a process")
     parser.add_argument("--variant", default="")
     parser.add_argument("--runs", type=Path, default=RESULTS / "gpu_count.jsonl")
     parser.add_argument(
@@ -110,8 +122,10 @@ def main() -> None:
         if not options.table:
             if options.start is None:
                 parser.error("name --start")
-            if options.settings and not options.variant and not options.rehearse:
-                parser.error("--set changes the task: name the change with --variant")
+            if (options.settings or options.engines > 1) and not options.variant and not options.rehearse:
+                parser.error("--set and --engines change what is compared: name the change with --variant")
+            if not options.evaluate_every and not {*options.arms} <= {1, 2, *ASYNCHRONOUS}:
+                parser.error("--evaluate-every 0: TRL's arms are told by their held-out scores alone")
             run_all(options, Path(folder))
         rows = judge(read_runs(options.runs))
         print(table(rows))
@@ -132,11 +146,11 @@ def rehearse(options: argparse.Namespace, folder: Path) -> None:
 
 def run_all(options: argparse.Namespace, folder: Path) -> None:
     """Every run that is not there yet; one that fails is told and the next one begins."""
-    done = {run.key for run in read_runs(options.runs)}
+    done, start = {run.key for run in read_runs(options.runs)}, start_of(options.start)
     failed = []
     for seed in options.seeds:
         for arm in options.arms:
-            key = (options.task, arm, seed, options.variant)
+            key = (options.task, arm, seed, options.variant, start)
             if key in done:
                 print(f"arm {arm}, seed {seed}: there already", flush=True)
                 continue
@@ -165,12 +179,18 @@ def run_one(options: argparse.Namespace, arm: int, seed: int, folder: Path) -> C
         seed=seed,
         gpus=1 if arm == 1 else len(set(gpus)),
         variant=options.variant,
+        start=start_of(options.start),
         settings=options.settings,
         machine=machine() + cards_of(),
         date=datetime.now(UTC).date().isoformat(),
         command=own_command().replace("PYTHONPATH=workloads ", "PYTHONPATH=workloads:tests "),
         **found,
     )
+
+
+def start_of(folder: Path) -> str:
+    """Digest of the weights there, as examples/count/make_start.py wrote it down."""
+    return json.loads((folder / "made.json").read_text())["weights"]
 
 
 def job_settings(options: argparse.Namespace, arm: int, seed: int) -> list[str]:
@@ -188,7 +208,7 @@ def job_settings(options: argparse.Namespace, arm: int, seed: int) -> list[str]:
         f"objective.totalSteps={options.max_steps}",
         f"storage.checkpoints.everySteps={options.max_steps}",
         # Colocated arms share a card with the trainer.
-        f"searcher.engine.gpuMemoryUtilization={0.85 if arm in (4, 5, 7, 8) else 0.3}",
+        f"searcher.engine.gpuMemoryUtilization={0.85 if arm in (4, 5, 7, 8, 9) else 0.3}",
         *task.settings,
         *ARM_SETTINGS.get(arm, []),
         *options.settings,

@@ -28,7 +28,7 @@ def run_sync(options: argparse.Namespace, arm: int, settings: list[str], gpus: l
     children = []
     for rank in range(world):
         argv = [sys.executable, "-m", "bench.gpu.arm_sync", *_common(options, settings, result)]
-        argv += ["--rank", str(rank), "--world", str(world), "--port", str(port)]
+        argv += ["--engines", str(options.engines), "--rank", str(rank), "--world", str(world), "--port", str(port)]
         argv += ["--cards", *filter(None, gpus[:world])]
         children.append(subprocess.Popen(argv, env=_on(gpus[rank % len(gpus)])))
     return _await(children, result)
@@ -69,7 +69,7 @@ def run_trl_async(options: argparse.Namespace, arm: int, settings: list[str], gp
 
 
 def run_async(options: argparse.Namespace, arm: int, settings: list[str], gpus: list[str], folder: Path) -> Found:
-    """Arms 5 to 8: the trainer on the first card, searchers on the others."""
+    """Arms 5 to 9: the trainer on the first card named, each searcher on the next, the rest on the last."""
     from bench.gpu import arm_async
 
     # Searchers would answer evaluations on the run's clock; the snapshots are scored afterwards instead.
@@ -78,7 +78,8 @@ def run_async(options: argparse.Namespace, arm: int, settings: list[str], gpus: 
     played = arm_async.play(
         JOB, without, _run_dir(options, folder, "async"), seconds=options.seconds, gpus=gpus, trainer=trainer
     )
-    scores = arm_async.score_snapshots(JOB, settings, played.uri, every=options.evaluate_every, gpu=gpus[0])
+    alone = [*settings, "searcher.engine.maxNumSeqs=512"]  # whoever scores has the card to itself
+    scores = arm_async.score_snapshots(JOB, alone, played.uri, every=options.evaluate_every, gpu=gpus[0])
     return arm_async.outcome(played, scores)
 
 

@@ -1,6 +1,7 @@
 """Learning runs on `count`: a line of JSON each, appended over many sittings, and what follows from them.
 
-A run is known by (task, arm, seed, variant): asked for again, it is left as it is.
+A run is known by (task, arm, seed, variant, start): asked for again, it is left as it is. Only runs from the same
+weights are compared.
 """
 
 import json
@@ -21,10 +22,11 @@ ARMS = {
     6: "ours asynchronous, 1 searcher + 1 trainer that hosts another",
     7: "ours asynchronous, 3 searchers + 1 trainer",
     8: "ours asynchronous, 1 searcher + 1 trainer, GRPO-type objective",
+    9: "ours asynchronous, 2 GPUs, small searchers share them",
 }
 
-GRPO = 8
-ASYNCHRONOUS = (5, 6, 7, GRPO)
+GRPO, SHARED = 8, 9
+ASYNCHRONOUS = (5, 6, 7, GRPO, SHARED)
 """Arms whose processes are those of `tba run`."""
 SLOW_TASK = "count-slow"
 """Its rewards wait, so neither the bound nor tau, which know of generating and training alone, says anything there."""
@@ -44,6 +46,8 @@ class CountRun:
     """(step, seconds, score)"""
     variant: str = ""
     """Names settings that differ from the job file's."""
+    start: str = ""
+    """Digest of the weights that it began with. Those of the first three sittings were not taken: a, b and c."""
     settings: list[str] = field(default_factory=list)
     costs: dict[str, float] | None = None
     """Of arm 1: g, t, o in seconds and tau, see curves.Costs."""
@@ -54,9 +58,9 @@ class CountRun:
     command: str = ""
 
     @property
-    def key(self) -> tuple[str, int, int, str]:
+    def key(self) -> tuple[str, int, int, str, str]:
         """What a run is known by."""
-        return self.task, self.arm, self.seed, self.variant
+        return self.task, self.arm, self.seed, self.variant, self.start
 
     @property
     def points(self) -> list[Point]:
@@ -93,17 +97,32 @@ def append_run(path: Path, run: CountRun) -> None:
 def judge(runs: Sequence[CountRun]) -> list[Row]:
     """Rows for docs/results: an arm's medians over its seeds, with the number of seeds."""
     rows: list[Row] = []
-    groups: dict[tuple[str, int, str], list[CountRun]] = {}
-    for run in sorted(runs, key=lambda r: (r.task, r.arm, r.variant, r.seed)):
-        groups.setdefault((run.task, run.arm, run.variant), []).append(run)
-    for (task, arm, variant), found in groups.items():
-        name = f"{task}, {ARMS[arm]}{f' ({variant})' if variant else ''}"
-        peer = next((groups[task, a, ""] for a in (2, 1) if a != arm and (task, a, "") in groups), None)
+    groups: dict[tuple[str, int, str, str], list[CountRun]] = {}
+    for run in sorted(runs, key=lambda r: (r.task, r.start, r.arm, r.variant, r.seed)):
+        groups.setdefault((run.task, run.arm, run.variant, run.start), []).append(run)
+    for (task, arm, variant, start), found in groups.items():
+        told = ", ".join(filter(None, (variant, start and f"start {start}")))
+        name = f"{task}, {ARMS[arm]}{f' ({told})' if told else ''}"
+        peers = {a: groups[task, a, "", start] for a in (1, 2, 3) if a != arm and (task, a, "", start) in groups}
+        peer = peers.get(2) or peers.get(1)
         ours = arm in ASYNCHRONOUS
-        rows += _speed(name, found, peer, groups.get((task, 1, "")) if arm == 5 and task != SLOW_TASK else None)
+        rows += _speed(name, found, peer, peers.get(1) if arm == 5 and task != SLOW_TASK else None)
         rows += _generated(name, found) if ours else []
         rows += _thresholds(name, found, peer if ours else None)
+        rows += _against_trl(name, found, peers[3]) if ours and 3 in peers else []
     return rows
+
+
+def _against_trl(name: str, runs: list[CountRun], trl: list[CountRun]) -> list[Row]:
+    """Time to the highest threshold that both have reached in most of their runs."""
+    for threshold in sorted(THRESHOLDS, reverse=True):
+        ours, theirs = ([found[1] for r in rs if (found := reach(r.points, threshold))] for rs in (runs, trl))
+        if 2 * len(ours) > len(runs) and 2 * len(theirs) > len(trl):
+            value, other = statistics.median(theirs) / statistics.median(ours), statistics.median(theirs)
+            note = f"n = {len(runs)}, TRL n = {len(trl)}; {statistics.median(ours):.1f} s against {other:.1f} s"
+            metric = f"{name}: times as fast to {threshold:g} as {ARMS[3]}"
+            return [_row(runs, metric, value, "x", None, None, ">= 2", note)]
+    return []
 
 
 def _speed(name: str, runs: list[CountRun], peer: list[CountRun] | None, one_card: list[CountRun] | None) -> list[Row]:

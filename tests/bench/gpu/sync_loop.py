@@ -24,6 +24,7 @@ from bench.gpu import held_out
 from bench.gpu.average import AveragingOptimizer, Ranks
 from bench.gpu.curves import Costs, Point
 from bench.gpu.grading import Graders, judge
+from bench.gpu.many_engines import ManyEngines
 from bench.gpu.weights import in_memory_snapshot, staged
 
 from tba.contracts.config import LiveConfig, RunConfig
@@ -74,8 +75,8 @@ class SyncRun:
 class SyncLoop:
     """One rank."""
 
-    def __init__(self, job: TBAJob, folder: Path, ranks: Ranks, *, lag: int = 0) -> None:
-        """`folder`: for prompt sets. `lag`: steps between a batch's weights and its use.
+    def __init__(self, job: TBAJob, folder: Path, ranks: Ranks, *, lag: int = 0, engines: int = 1) -> None:
+        """`folder`: for prompt sets. `lag`: steps between a batch's weights and its use. `engines`: on this card.
 
         Starts the engine before the learner takes memory.
         """
@@ -101,7 +102,11 @@ class SyncLoop:
         self._graders = Graders(config.task.reward, processes=ranks.world)
         self._judge = judge(config.task.reward)
         self._walk = PromptWalk(len(self._train), config.objective.seed, f"{ranks.rank}")
-        self.engine: Engine = build(spec.searcher.engine, model=config.model)
+        self.engine: Engine | ManyEngines = (
+            build(spec.searcher.engine, model=config.model)
+            if engines == 1
+            else ManyEngines(spec.searcher.engine, config.model, number=engines, tokenizer=loaded.tokenizer)
+        )
         first = staged(loaded.model, DTYPES[config.model.dtype])
         self.engine.load(in_memory_snapshot(first, self._assets, 0))
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -122,8 +127,10 @@ class SyncLoop:
     def run(self, *, seconds: float, max_steps: int, evaluate_every: int, tell: Callable[[str], None]) -> SyncRun:
         """Until the clock or the step count is reached. The clock stands still during evaluations."""
         run = SyncRun(full_rate=self.full_rate())
-        run.held_out.append(Point(0, 0.0, self.evaluate()))
-        tell(f"held out at step 0: {run.held_out[0].score:.3f}; full engine: {run.full_rate:,.0f} tokens/s")
+        if evaluate_every:
+            run.held_out.append(Point(0, 0.0, self.evaluate()))
+            tell(f"held out at step 0: {run.held_out[0].score:.3f}")
+        tell(f"full engine: {run.full_rate:,.0f} tokens/s")
         while len(self._queue) < self._lag:
             self._queue.append(self.generate(self._config.objective.prompts_per_batch))
         self._ranks.wait()
@@ -135,7 +142,7 @@ class SyncLoop:
             run.costs.append(cost)
             run.steps.append((clock, reward))
             step = self.learner.step
-            if step % evaluate_every == 0:
+            if evaluate_every and step % evaluate_every == 0:
                 run.held_out.append(Point(step, clock, self.evaluate()))
                 tell(
                     f"step {step} at {clock:.1f} s: held out {run.held_out[-1].score:.3f}, batch {reward:.3f}, "

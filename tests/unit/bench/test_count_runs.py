@@ -75,7 +75,7 @@ def test_a_run_that_was_asked_for_twice_counts_once_and_the_newer_one(tmp_path):
     append_run(file, run(5, variant="other"))
     runs = read_runs(file)
     assert len(runs) == 3
-    assert {r.key: r.steps_per_second for r in runs}["count", 5, 0, ""] == pytest.approx(2.0)
+    assert {r.key: r.steps_per_second for r in runs}["count", 5, 0, "", ""] == pytest.approx(2.0)
     assert read_runs(tmp_path / "none.jsonl") == []
 
 
@@ -94,6 +94,25 @@ def test_rows_compare_with_two_synchronous_gpus_and_keep_where_they_were_measure
     assert {r.machine for r in rows} == {"there"} and {r.date for r in rows} == {"2026-01-01"}
     eta_row = next(r for m, r in by_metric.items() if "eta at 0.6" in m)
     assert eta_row.value == pytest.approx(1.0)
+
+
+def test_only_runs_from_the_same_weights_are_compared():
+    rows = judge([run(2, start="a"), run(5, start="a", speed=2.0), run(2, start="b"), run(9, start="c")])
+    speeds = {r.metric: r for r in rows if r.metric.endswith("steps/s")}
+    assert len(speeds) == 4 and all("start " in metric for metric in speeds)
+    assert [r.ratio for m, r in speeds.items() if "1 searcher" in m] == [pytest.approx(2.0)]
+    assert [r.ratio for m, r in speeds.items() if "small searchers" in m] == [None]
+    again = run(2, start="b")
+    assert run(2, start="a").key != again.key == run(2, start="b").key
+
+
+def test_the_peer_is_beaten_at_the_highest_threshold_that_most_runs_of_both_reach():
+    slow, quick = [run(3, seed, speed=0.5) for seed in (0, 1, 2)], [run(9, seed, speed=1.5) for seed in (0, 1)]
+    for one in slow[:2]:
+        one.held_out = [p for p in one.held_out if p[2] < 0.65]
+    row = next(r for r in judge(slow + quick) if "times as fast" in r.metric)
+    assert "to 0.6 as TRL" in row.metric and row.value == pytest.approx(3.0) and row.met
+    assert "n = 2, TRL n = 3" in row.note
 
 
 def test_where_rewards_wait_nothing_is_held_against_the_bound():
