@@ -170,3 +170,15 @@ def test_two_runs_cannot_share_a_directory(tmp_path):
         pass
     with lock_directory(tmp_path):
         pass
+
+
+def test_each_process_sees_its_own_gpus_and_sharing_is_told(job_file):
+    planned = make(job_file, gpus=["0", "1"], can_run_vllm=lambda: True)
+    trainer, searchers = planned.programs(port=1, environment={})
+    assert [p.env["CUDA_VISIBLE_DEVICES"] for p in (trainer, *searchers)] == ["0", "1", "1", "1"]
+    said = planned.describe()
+    assert "GPUs       trainer 0, searcher-0 1" in said and "kv_cache_memory_bytes" in said
+    fixed = ["searcher.engine.extraArgs.kv_cache_memory_bytes=3221225472"]
+    assert "kv_cache" not in make(job_file, gpus=["0", "1"], can_run_vllm=lambda: True, overrides=fixed).describe()
+    trainer, _ = make(job_file, gpus=[]).programs(port=1, environment={})
+    assert "CUDA_VISIBLE_DEVICES" not in trainer.env

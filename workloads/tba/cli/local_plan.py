@@ -4,16 +4,18 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tba import trace
+from tba.cli.cards import Cards, share_out, visible_cards
 from tba.cli.jobfile import absolute_uri, load_job
 from tba.cli.supervisor import Program, RestartPolicy
 from tba.cli.target import RUNS, StorageTarget
+from tba.contracts.config import Engine
 from tba.contracts.errors import UserError
 from tba.contracts.job import TBAJob
 from tba.contracts.supported import refuse_unsupported
@@ -22,6 +24,7 @@ from tba.rewards.sandbox import RewardPool, reward_source
 
 EMBEDDED = "embedded"
 BUCKET = "tba"
+_CACHE = "kv_cache_memory_bytes"
 _SEARCHER_GRACE = 0.75
 """Share of its grace period that a searcher may spend on uploads: 45 of 60 s, the rest is for its own end."""
 
@@ -38,6 +41,8 @@ class Plan:
     embedded: bool
     notes: tuple[str, ...]
     """What differs from the job file, for the user to know."""
+    cards: Cards = Cards()
+    """Who gets which GPU."""
     fresh: bool = False
     """Delete what an earlier run left in the directory first."""
     trace: Path | None = None
@@ -86,6 +91,7 @@ class Plan:
             log=logs / "trainer.log",
             env={
                 **env,
+                **self.cards.of_trainer(),
                 "TBA_COLOCATED_LOG": str(logs / "trainer-colocated.log"),
                 "TBA_SPOOL_DIR": str(self.directory / "spool"),
             },
@@ -96,7 +102,7 @@ class Plan:
                 name=f"searcher-{i}",
                 argv=[*self.command, "searcher", *where, *spool, "--name", f"searcher-{i}"],
                 log=logs / f"searcher-{i}.log",
-                env=env,
+                env={**env, **self.cards.of_searcher(i)},
                 grace_seconds=searcher_grace,
             )
             for i in range(self.searchers)
@@ -123,6 +129,7 @@ class Plan:
             "directory": str(self.directory),
             "storage": self.storage.model_dump(mode="json"),
             "threads": self.threads,
+            "gpus": {"trainer": self.cards.trainer, "searchers": self.cards.searchers},
             "processes": [list(p.argv) for p in (trainer, *searchers)],
             "notes": list(self.notes),
         }
@@ -138,6 +145,8 @@ class Plan:
             f"  processes  1 trainer{self._beside_the_trainer()}, {_count(self.searchers, 'searcher')} "
             f"({self.job.spec.searcher.engine.type}), {_count(self.threads, 'thread')} each",
         ]
+        if cards := self.cards.describe():
+            lines.append(f"  GPUs       {cards}")
         return "\n".join([*lines, *(f"  note       {n}" for n in self.notes)])
 
     def _beside_the_trainer(self) -> str:
@@ -155,8 +164,12 @@ def plan(
     run_dir: Path | None,
     fresh: bool = False,
     can_run_vllm: Callable[[], bool] | None = None,
+    gpus: Sequence[str] | None = None,
 ) -> Plan:
-    """Check everything that can be checked without starting anything. Raises: UserError."""
+    """Check everything that can be checked without starting anything. `gpus`: default, what is visible.
+
+    Raises: UserError.
+    """
     job = load_job(job_file, overrides)
     if fresh and storage not in ("local", EMBEDDED):
         raise UserError(
@@ -178,6 +191,13 @@ def plan(
         _check_turns(job, num_searchers)
     elif searchers == 0:
         notes.append(f"no searchers here: training waits for others, `tba searcher --storage {target.uri} --name NAME`")
+    cards = share_out(
+        visible_cards(os.environ) if gpus is None else gpus,
+        ranks=spec.trainer.num_ranks,
+        searchers=num_searchers,
+        each=spec.searcher.engine.tensor_parallel_size if spec.searcher.engine.type == "vllm" else 1,
+    )
+    notes += _shared_cards(cards, spec.searcher.engine)
     address = {
         "uri": target.uri, "endpoint": target.endpoint, "region": target.region,
         "force_path_style": target.force_path_style,
@@ -190,9 +210,20 @@ def plan(
         searchers=num_searchers,
         storage=target,
         embedded=storage == EMBEDDED,
+        cards=cards,
         fresh=fresh,
         notes=tuple(notes),
     )
+
+
+def _shared_cards(cards: Cards, engine: Engine) -> list[str]:
+    if engine.type != "vllm" or _CACHE in engine.extra_args:
+        return []
+    return [
+        f"GPU {card} is shared by {' and '.join(users)}: set searcher.engine.extraArgs.{_CACHE}, since vLLM counts "
+        "what others hold as its own (docs/how-to/more-searchers.md)"
+        for card, users in cards.shared().items()
+    ]
 
 
 def _count(number: int, what: str) -> str:
