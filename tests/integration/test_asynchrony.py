@@ -37,7 +37,7 @@ def trainer_with_http(run: Cluster, tmp_path: Path):
     return trainer, port_file
 
 
-def test_a_second_searcher_joins_mid_run_and_while_both_stand_still_the_trainer_goes_on_to_the_replay_cap(tmp_path):
+def test_a_second_searcher_joins_and_while_both_stand_still_the_trainer_waits_at_the_replay_cap(tmp_path):
     job = job_for(
         tmp_path, f"file://{tmp_path}/store", objective={"totalSteps": 100000}, buffer={"maxReplayRatio": 2.0}
     )
