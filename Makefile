@@ -7,6 +7,10 @@ UV := .uv/bin/uv
 VENV := .venv
 BIN := $(VENV)/bin
 NODES ?= 2
+# Processes that run tests: each takes up to 7 GB with what it starts, and the longest file takes minutes.
+TEST_WORKERS ?= 2
+# A file stays with one of them, as its tests share servers and engines; long files (integration) are given out first.
+PARALLEL := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
@@ -24,16 +28,16 @@ demo-seeds: $(VENV)/.dev  ## the same for three seeds; fails unless each reaches
 	$(BIN)/python hack/demo_seeds.py --seeds 0 1 2
 
 test: $(VENV)/.dev check  ## lint, types, import contracts, unit and integration tests
-	$(BIN)/python -m pytest tests/unit tests/integration -q
+	$(BIN)/python -m pytest tests/integration tests/unit -q $(PARALLEL)
 
-test-failed: $(VENV)/.dev  ## those of them that failed last time; an error if none did
+test-failed: $(VENV)/.dev  ## those of them that failed last time, one at a time; an error if none did
 	$(BIN)/python -m pytest tests/unit tests/integration -q --last-failed --last-failed-no-failures none
 
 test-unit: $(VENV)/.dev  ## pure logic only
-	$(BIN)/python -m pytest tests/unit -q
+	$(BIN)/python -m pytest tests/unit -q $(PARALLEL)
 
 test-integration: $(VENV)/.dev  ## real processes and servers
-	$(BIN)/python -m pytest tests/integration -q
+	$(BIN)/python -m pytest tests/integration -q $(PARALLEL)
 
 test-faults: $(VENV)/.dev  ## the long fault tier: SIGKILL at every failpoint and at random
 	$(BIN)/python -m pytest tests/faults -q -s

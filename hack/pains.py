@@ -354,7 +354,10 @@ RL = (
     Pain(
         "Searchers come and go in the middle of a run",
         "AReaL#606, AReaL#1026, AReaL#1086, miles#1295, RLinf#104",
-        own("integration/test_asynchrony", "second_searcher_joins_mid_run_and_rows_of_both_stand_in_one_batch")
+        own(
+            "integration/test_asynchrony",
+            "a_second_searcher_joins_and_while_both_stand_still_the_trainer_waits_at_the_replay_cap",
+        )
         + op(
             "scaling",
             "it_settles_from_any_start_within_two_start_times_of_the_first_rows",
@@ -398,7 +401,10 @@ RL = (
         "Trainer and searchers are scheduled apart; who is first waits",
         "KAI-Scheduler#1420",
         own("unit/searcher/test_searcher_loop", "without_weights_it_waits_and_says_so")
-        + own("integration/test_asynchrony", "trainer_goes_on_to_the_replay_cap_says_it_waits_and_goes_on_again"),
+        + own(
+            "integration/test_asynchrony",
+            "a_second_searcher_joins_and_while_both_stand_still_the_trainer_waits_at_the_replay_cap",
+        ),
     ),
     Pain(
         "Liveness is progress, not a thread that answers",

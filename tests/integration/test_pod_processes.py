@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from support.processes import Cluster, cluster, job_for
 
-from tba.cli import main
 from tba.contracts.keys import RUN
 from tba.contracts.records import RunRecord
 from tba.contracts.termination import Termination, read_termination
@@ -63,22 +62,6 @@ def mounted(run: Cluster) -> dict[str, str]:
     (maps / "mine" / "r.py").write_text(REWARD)
     (maps / "mine" / "train.jsonl").write_text((run.root / "train.jsonl").read_text())
     return {"TBA_CONFIG_MAPS_DIR": str(maps), "TBA_POD_UID": "uid-1"}
-
-
-@pytest.fixture
-def trainer_here(monkeypatch):
-    """A container's trainer that ends soon, in this process: a start of its own takes seconds of imports."""
-    monkeypatch.setattr("tba.trainer.main.configure", lambda **_: None)  # the log of the other tests stays as it is
-
-    def run(cluster: Cluster, **environment: str) -> int:
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        with pytest.raises(SystemExit) as end:
-            main(["trainer", "--config", str(cluster.root / "config"), "--storage", cluster.uri])
-        assert isinstance(end.value.code, int)
-        return end.value.code
-
-    return run
 
 
 def test_a_run_is_stopped_crashes_and_completes_with_mounted_inputs_and_a_searcher_that_was_there_first(

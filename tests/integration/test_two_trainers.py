@@ -1,17 +1,23 @@
 """At most one trainer can publish; a zombie is fenced, and a rollback leaves no trace in what counts."""
 
 import signal
+from pathlib import Path
 
+import pytest
 from support.processes import cluster, job_for
 
+from tba.contracts.job import TBAJob
 from tba.contracts.keys import CheckpointKey, WeightsKey
 from tba.contracts.records import RunState
 from tba.report.history import read_history
 
 
-def test_the_older_of_two_trainers_ends_with_code_3_and_publishes_nothing_more(tmp_path):
-    job = job_for(tmp_path, f"file://{tmp_path}/store", objective={"totalSteps": 100000})
-    with cluster(tmp_path, job) as run:
+@pytest.fixture(scope="module")
+def taken_over(tmp_path_factory):
+    """A run and its two trainers, the older of which stood still until the newer had published."""
+    root = tmp_path_factory.mktemp("two")
+    job = job_for(root, f"file://{root}/store", objective={"totalSteps": 100000})
+    with cluster(root, job) as run:
         run.searcher()
         old = run.trainer()
         run.wait_for(lambda latest: latest.version >= 4)
@@ -19,11 +25,24 @@ def test_the_older_of_two_trainers_ends_with_code_3_and_publishes_nothing_more(t
         new = run.trainer()
         run.wait_for(lambda latest: latest.epoch == 2 and WeightsKey.parse(latest.manifest).epoch == 2)
         old.send_signal(signal.SIGCONT)
-        assert old.wait(60) == 3, run.tail()
-        assert "a newer trainer took over" in run.log_of(old)
-        seen = run.wait_for(lambda latest: latest.version >= 10)
-        assert seen.epoch == 2 and WeightsKey.parse(seen.manifest).epoch == 2
-        assert new.poll() is None
+        yield run, old, new
+
+
+def test_the_older_of_two_trainers_ends_with_code_3_and_publishes_nothing_more(taken_over):
+    run, old, new = taken_over
+    assert old.wait(60) == 3, run.tail()
+    assert "a newer trainer took over" in run.log_of(old)
+    version = run.latest().version
+    seen = run.wait_for(lambda latest: latest.version >= version + 6)
+    assert seen.epoch == 2 and WeightsKey.parse(seen.manifest).epoch == 2
+    assert new.poll() is None
+
+
+def test_a_trainer_that_is_told_to_stop_writes_a_checkpoint_of_that_very_step(taken_over):
+    run, _, trainer = taken_over
+    assert run.stop(trainer) == [143], run.tail()
+    history = read_history(run.store)
+    assert CheckpointKey.parse(run.latest().checkpoint).step == history.steps[-1].step
 
 
 def test_a_resumed_trainer_goes_on_from_its_checkpoint_and_searchers_follow(tmp_path):
@@ -50,56 +69,48 @@ def test_a_resumed_trainer_goes_on_from_its_checkpoint_and_searchers_follow(tmp_
         assert any(e.event == "resumed" and e.step == resume_step for e in history.events)
 
 
-def test_a_trainer_that_is_told_to_stop_writes_a_checkpoint_of_that_very_step(tmp_path):
-    job = job_for(tmp_path, f"file://{tmp_path}/store", objective={"totalSteps": 100000})
-    with cluster(tmp_path, job) as run:
+def three_steps(root: Path, **objective) -> TBAJob:
+    return job_for(root, f"file://{root}/store", objective={"totalSteps": 3, **objective})
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory) -> Path:
+    """The folder of `three_steps` that are done."""
+    root = tmp_path_factory.mktemp("complete")
+    with cluster(root, three_steps(root)) as run:
         run.searcher()
-        trainer = run.trainer()
-        run.wait_for(lambda latest: latest.version >= 4)
-        assert run.stop(trainer) == [143], run.tail()
-        history = read_history(run.store)
-        assert CheckpointKey.parse(run.latest().checkpoint).step == history.steps[-1].step
+        assert run.trainer().wait(60) == 0, run.tail()
+    return root
 
 
-def test_another_job_on_the_same_prefix_is_refused_with_the_remedy(tmp_path):
-    job = job_for(tmp_path, f"file://{tmp_path}/store", objective={"totalSteps": 3})
+def test_another_job_on_the_same_prefix_is_refused_with_the_remedy(complete, trainer_here, capsys):
+    job = three_steps(complete)
     other = job.model_copy(update={"metadata": job.metadata.model_copy(update={"name": "other"})})
-    with cluster(tmp_path, job) as run:
-        run.searcher()
-        assert run.trainer().wait(60) == 0, run.tail()
-    with cluster(tmp_path, other) as run:
-        trainer = run.trainer()
-        assert trainer.wait(60) == 64
-        assert "holds a run of job default/tiny, this is default/other" in run.log_of(trainer)
-        assert "adopt" in run.log_of(trainer)
+    with cluster(complete, other) as run:
+        assert trainer_here(run) == 64
+    told = capsys.readouterr().err
+    assert "holds a run of job default/tiny, this is default/other" in told and "adopt" in told
 
 
-def test_a_changed_objective_is_refused_on_resume_and_names_the_field(tmp_path):
-    job = job_for(tmp_path, f"file://{tmp_path}/store", objective={"totalSteps": 3})
-    changed = job_for(tmp_path, f"file://{tmp_path}/store", objective={"totalSteps": 3, "beta": 0.2})
-    with cluster(tmp_path, job) as run:
-        run.searcher()
-        assert run.trainer().wait(60) == 0, run.tail()
-    with cluster(tmp_path, changed) as run:
-        trainer = run.trainer()
-        assert trainer.wait(60) == 64
-        assert "objective.beta was 0.05, is now 0.2" in run.log_of(trainer)
+def test_a_changed_objective_is_refused_on_resume_and_names_the_field(complete, trainer_here, capsys):
+    with cluster(complete, three_steps(complete, beta=0.2)) as run:
+        assert trainer_here(run) == 64
+    assert "objective.beta was 0.05, is now 0.2" in capsys.readouterr().err
 
 
-def test_a_complete_run_stays_complete(tmp_path):
-    job = job_for(tmp_path, f"file://{tmp_path}/store", objective={"totalSteps": 3})
-    with cluster(tmp_path, job) as run:
-        run.searcher()
-        assert run.trainer().wait(60) == 0, run.tail()
+def test_a_complete_run_stays_complete(complete, trainer_here):
+    with cluster(complete, three_steps(complete)) as run:
         before = run.latest()
-        assert run.trainer().wait(60) == 0, run.tail()
+        assert before.state is RunState.COMPLETE
+        assert trainer_here(run) == 0
         assert run.latest() == before
 
 
-def test_a_job_with_too_few_prompts_is_refused_before_it_leaves_a_run_that_forbids_the_correction(tmp_path):
+def test_a_job_with_too_few_prompts_is_refused_before_it_leaves_a_run_that_forbids_the_correction(
+    tmp_path, trainer_here, capsys
+):
     job = job_for(tmp_path, f"file://{tmp_path}/store", objective={"promptsPerBatch": 100_000})
     with cluster(tmp_path, job) as run:
-        trainer = run.trainer()
-        assert trainer.wait(60) == 64
-        assert "promptsPerBatch (P) must be <= the number of prompts" in run.log_of(trainer)
+        assert trainer_here(run) == 64
+    assert "promptsPerBatch (P) must be <= the number of prompts" in capsys.readouterr().err
     assert not (tmp_path / "store/run.json").exists()

@@ -28,12 +28,15 @@ def run(num_ranks: int, folder: Path, *names: str, code: int = 0) -> str:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """By number of ranks: the folder with each recipe's results."""
+def told(tmp_path_factory):
+    """By number of ranks: the folder with each recipe's results, and what was said."""
     folders = {n: tmp_path_factory.mktemp(f"ranks-{n}") for n in (1, 2)}
-    for num_ranks, folder in folders.items():
-        run(num_ranks, folder, *RECIPES)
-    return folders
+    return {num_ranks: (folder, run(num_ranks, folder, *RECIPES)) for num_ranks, folder in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def results(told):
+    return {num_ranks: folder for num_ranks, (folder, _) in told.items()}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -74,8 +77,8 @@ def test_a_checkpoint_of_one_rank_goes_on_with_two_and_their_checkpoint_with_one
         assert largest_difference(mixed, never, what) <= TOLERANCE, what
 
 
-def test_ranks_leave_in_order_when_all_is_done(tmp_path):
-    assert "rank left" in run(2, tmp_path)
+def test_ranks_leave_in_order_when_all_is_done(told):
+    assert "rank left" in told[2][1]
 
 
 def test_an_error_that_all_ranks_raise_ends_with_its_own_code_and_words(tmp_path):

@@ -137,7 +137,7 @@ def test_any_text_survives(tmp_path_factory, pairs):
         (lines([ROWS[0]]) + b"\n{oops", "line 2 is not JSON"),
         (b"[1]", "line 1 holds a list"),
         (b"\xff\xfe", "line 1 is not JSON"),
-        (gzip.compress(lines(ROWS))[:-9], "damaged gzip"),
+        (gzip.compress(lines(ROWS), mtime=0)[:-9], "damaged gzip"),  # the bytes are in the name of the test
     ],
 )
 def test_a_bad_row_is_named(tmp_path, data, message):

@@ -58,8 +58,13 @@ def report(history):
     return render_report(history, now=START + 200, uri="s3://bucket/run")
 
 
-def test_the_page_of_a_whole_run_has_every_figure_and_table():
-    text = report(whole())
+@pytest.fixture(scope="module")
+def text():
+    """The page of a whole run: its figures take seconds."""
+    return report(whole())
+
+
+def test_the_page_of_a_whole_run_has_every_figure_and_table(text):
     page = Page(text)
     assert page.open == []
     assert page.tags.count("svg") == 16
@@ -68,8 +73,7 @@ def test_the_page_of_a_whole_run_has_every_figure_and_table():
         assert part in text
 
 
-def test_the_page_stands_alone_and_runs_nothing():
-    text = report(whole())
+def test_the_page_stands_alone_and_runs_nothing(text):
     page = Page(text)
     assert not {"script", "link", "iframe", "object", "embed", "image", "img", "form"} & set(page.tags)
     assert not [v for k, v in page.attributes if k in ("src", "href", "action") and not (v or "").startswith("#")]
@@ -79,16 +83,14 @@ def test_the_page_stands_alone_and_runs_nothing():
     assert not re.search(r"@import|url\((?!#)", text)
 
 
-def test_no_id_stands_twice_and_every_reference_finds_its_id():
-    text = report(whole())
+def test_no_id_stands_twice_and_every_reference_finds_its_id(text):
     page = Page(text)
     assert len(page.ids) == len(set(page.ids))
     used = set(re.findall(r"url\(#([^)]+)\)", text)) | {v[1:] for k, v in page.attributes if k == "href"}
     assert used <= set(page.ids)
 
 
-def test_figures_follow_the_colour_scheme_of_the_page():
-    text = report(whole())
+def test_figures_follow_the_colour_scheme_of_the_page(text):
     assert "prefers-color-scheme: dark" in text
     assert "currentColor" in text
     assert "#000000" not in text
@@ -152,8 +154,8 @@ def test_best_samples_are_the_best_and_worst_the_worst():
     assert worst.index("answer 1<") < worst.index("answer 2<") < worst.index("<h3>Random")
 
 
-def test_the_page_is_the_same_each_time():
-    assert report(whole()) == report(whole())
+def test_the_page_is_the_same_each_time(text):
+    assert report(whole()) == text
 
 
 def test_a_long_run_stays_a_small_page():
