@@ -38,6 +38,8 @@ def _section(name: str, rows: list[dict[str, Any]]) -> str:
     # Rows of one file may come from several sittings, GPU hosts above all.
     places = list(dict.fromkeys(f"{r['machine']}, {r['date']}" for r in rows))
     lines = [f"## {name}", "", f"{', '.join(commands)}; {'; '.join(places)}", ""]
+    if (RESULTS / f"{name}.svg").exists():
+        lines += [f"![Curves of {name}](results/{name}.svg)", ""]
     lines += ["| metric | value | baseline | ratio | target | met | note |", "|---|---|---|---|---|---|---|"]
     lines += [_line(r) for r in rows]
     return "\n".join(lines) + "\n"

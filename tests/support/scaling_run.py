@@ -215,10 +215,13 @@ def turns(numbers: Iterable[int]) -> int:
     return sum((a > 0) != (b > 0) for a, b in _pairs(moves))
 
 
-def settled_after(numbers: list[int], needed: float, *, slack: float = 0.25) -> float | None:
+def settled_after(
+    numbers: list[int], needed: float, *, slack: float = 0.25, above: float | None = None
+) -> float | None:
     """Seconds until the series is right and stays so: not below what is needed less `slack`, and not above it by more
-    than `slack` and one; None: never."""
-    off = [i for i, n in enumerate(numbers) if not needed * (1 - slack) <= n <= needed * (1 + slack) + 1]
+    than `above` (default `slack`) and one; None: never."""
+    most = needed * (1 + (slack if above is None else above)) + 1
+    off = [i for i, n in enumerate(numbers) if not needed * (1 - slack) <= n <= most]
     last = off[-1] + 1 if off else 0
     return None if last == len(numbers) else last * TICK_SECONDS
 

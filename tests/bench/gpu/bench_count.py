@@ -13,14 +13,15 @@ grading.py.
 
 PYTHONPATH=workloads:tests python tests/bench/gpu/bench_count.py --start examples/count/build --arms 5 1 --seeds 0 1 2
 PYTHONPATH=workloads:tests python tests/bench/gpu/bench_count.py --rehearse       (a minute, on a CPU)
-PYTHONPATH=workloads:tests python tests/bench/gpu/bench_count.py --table          (rows from the runs so far)
+PYTHONPATH=workloads:tests python tests/bench/gpu/bench_count.py --table          (rows and curves from the runs so far)
 
 Scaling: arm 7 with `--set searcher.replicas=1 --variant "1 searcher"`, then 2, then as it is.
 Arm 5 on one card (`--gpus 0`): both roles share it, each with its process; give the engine a cache of a fixed size with
 `--set searcher.engine.extraArgs.kv_cache_memory_bytes=…`, since vLLM counts what other processes hold as its own.
 
-Runs are appended to docs/results/gpu_count.jsonl; the table is docs/results/gpu_count.json. Scoring held-out prompts
-is on no arm's clock. `--set path=value` changes the job of every arm; name the change with --variant.
+Runs are appended to docs/results/gpu_count.jsonl; the table is gpu_count.json there, the curves are gpu_count.svg.
+Scoring held-out prompts is on no arm's clock. `--set path=value` changes the job of every arm; name the change with
+--variant.
 """
 
 import argparse
@@ -113,7 +114,7 @@ def main() -> None:
         "--run-root", type=Path, help="for the stores of asynchronous runs; default: a temporary folder"
     )
     parser.add_argument("--rehearse", action="store_true", help="everything on a CPU with a tiny model; writes nothing")
-    parser.add_argument("--table", action="store_true", help="only write the table")
+    parser.add_argument("--table", action="store_true", help="only write the table, and the curves beside it")
     parser.add_argument("-o", "--output", type=Path, default=RESULTS / "gpu_count.json")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -127,9 +128,14 @@ def main() -> None:
             if not options.evaluate_every and not {*options.arms} <= {1, 2, *ASYNCHRONOUS}:
                 parser.error("--evaluate-every 0: TRL's arms are told by their held-out scores alone")
             run_all(options, Path(folder))
-        rows = judge(read_runs(options.runs))
+        runs = read_runs(options.runs)
+        rows = judge(runs)
         print(table(rows))
         write(rows, options.output)
+        if options.table:  # a GPU host need not have what draws
+            from bench.gpu.learning_curves import draw
+
+            draw(runs, options.output.with_suffix(".svg"))
 
 
 def rehearse(options: argparse.Namespace, folder: Path) -> None:

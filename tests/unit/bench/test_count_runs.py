@@ -5,6 +5,7 @@ import json
 import pytest
 from bench.gpu.count_runs import SLOW_TASK, CountRun, append_run, judge, read_runs
 from bench.gpu.curves import Costs, Point, bound, eta, reach
+from bench.gpu.learning_curves import compared, draw
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -139,3 +140,15 @@ def test_a_run_that_never_gets_there_is_told_and_not_dropped(tmp_path):
     file = tmp_path / "runs.jsonl"
     append_run(file, low)
     assert json.loads(file.read_text())["held_out"] == [[0, 0.0, 0.3], [10, 10.0, 0.31]]
+
+
+def test_curves_are_of_the_start_with_most_arms_and_the_same_bytes_each_time(tmp_path):
+    runs = [run(2, start="a"), run(9, start="a"), run(9, 1, start="a"), *(run(5, seed, start="b") for seed in range(5))]
+    runs.append(run(1, start="a", variant="other"))
+    assert [(r.arm, r.seed) for r in compared(runs)] == [(2, 0), (9, 0), (9, 1)]
+    for name in ("one.svg", "two.svg"):
+        draw(runs, tmp_path / name)
+    drawn = (tmp_path / "one.svg").read_text()
+    assert drawn == (tmp_path / "two.svg").read_text() and "share them (n = 2)" in drawn
+    draw([], tmp_path / "none.svg")
+    assert not (tmp_path / "none.svg").exists()
