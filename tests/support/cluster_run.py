@@ -176,7 +176,7 @@ class ClusterRun:
 
 
 def _probed_often(container: str) -> dict[str, Any]:
-    """A pod template. Up to 15 seconds of each start would pass between the pod's being ready and the kubelet's look."""
+    """A pod template. Up to 15 seconds of each start would pass between ready and seen."""
     startup = {"periodSeconds": 2, "failureThreshold": 300}
     often = {"name": container, "startupProbe": startup, "readinessProbe": {"periodSeconds": 2}}
     return {"spec": {"containers": [often]}}
