@@ -51,6 +51,9 @@ def pytest_runtest_makereport(item):
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that share one operator come after those that install or run one of their own."""
     items.sort(key=lambda item: "stack" in getattr(item, "fixturenames", ()))
+    for item in items:
+        if "base" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(600))  # of the first one, the preparation is a part
 
 
 @pytest.hookimpl(optionalhook=True)
