@@ -211,5 +211,7 @@ def fresh_namespace(request: pytest.FixtureRequest, cluster: KubeCluster) -> Ite
 
 def pytest_terminal_summary(terminalreporter) -> None:
     """Say where the failures' logs are, those of other workers too."""
+    if not terminalreporter.stats.keys() & {"failed", "error"}:
+        return
     for folder in sorted(FAILURES.parent.glob(f"{FAILURES.name}*")):
         terminalreporter.write_line(f"what the failed tests left: {folder}")
