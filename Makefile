@@ -14,7 +14,7 @@ PARALLEL := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo demo-seeds test test-failed test-unit test-integration test-faults cluster-build cluster-images cluster-up cluster-down cluster-clean test-cluster test-cluster-failed test-cluster-faults model-check check lock format bench bench-operator clean
+.PHONY: help demo demo-seeds test test-failed test-unit test-integration test-faults cluster-build cluster-images cluster-programs cluster-archives cluster-up cluster-down cluster-clean test-cluster test-cluster-failed test-cluster-faults model-check check lock format bench bench-operator clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
@@ -49,22 +49,34 @@ cluster-build:  ## programs of the test cluster: 5 to 10 minutes the first time;
 cluster-up: cluster-build  ## a real Kubernetes cluster on this machine, as root: make cluster-up NODES=2
 	KUBE_NODES=$(NODES) tests/cluster/up.sh
 
-cluster-down:  ## end it and remove every trace
+cluster-down:  ## end it, and those of a test session that was killed; removes every trace
 	tests/cluster/down.sh
+	# The second one of tests/cluster/conftest.py.
+	KUBE_RUN=tests/cluster/.run-1 KUBE_BRIDGE=kube1 tests/cluster/down.sh
 
-cluster-images: cluster-build  ## this repository's images and those of its companions, for the test cluster
-	for companion in minio kueue; do tests/cluster/companions/$$companion/build.sh; done
-	tests/cluster/images/build.sh
+cluster-images:  ## this repository's images and those of its companions, for the test cluster
+	tests/cluster/packages.sh
+	# Programs take the processors, images the network and the disk.
+	$(MAKE) -j2 cluster-programs cluster-archives
 	tests/cluster/images/golden.sh tests/cluster/.golden tests/cluster/.images/operator.tar tests/cluster/.images/workload.tar
+
+cluster-programs:
+	tests/cluster/build.sh
+	for companion in minio kueue; do tests/cluster/companions/$$companion/build.sh; done
+
+cluster-archives:
+	tests/cluster/images/build.sh
 
 cluster-clean: cluster-down  ## also remove programs and images: 16 GB
 	rm -rf tests/cluster/.bin tests/cluster/.images tests/cluster/.golden tests/cluster/.failures
 
-test-cluster: $(VENV)/.dev cluster-images  ## the operator on a real cluster, as root; starts one unless `cluster-up` has
-	$(BIN)/python -m pytest tests/cluster -q -m "not faults"
+test-cluster: $(VENV)/.dev cluster-images  ## the operator on two real clusters side by side, as root; for one half it uses that of `cluster-up`
+	$(BIN)/python -m pytest tests/cluster -q -m "not faults" $(HALVES)
 
 test-cluster-failed: $(VENV)/.dev  ## those of them that failed last time, on a new cluster
-	$(BIN)/python -m pytest tests/cluster -q -m "not faults" --last-failed --last-failed-no-failures none
+	$(BIN)/python -m pytest tests/cluster -q -m "not faults" $(HALVES) --last-failed --last-failed-no-failures none
+# Each half on a cluster of its own: both wait more than they compute.
+HALVES := -n 2
 
 test-cluster-faults: $(VENV)/.dev cluster-images  ## what a cluster may do to a run, with the timeline (a quarter of an hour)
 	$(BIN)/python -m pytest tests/cluster -q -s -m faults

@@ -32,11 +32,12 @@ ldflags+=" -X github.com/containerd/containerd/v2/version.Version=$(version gith
 ldflags+=" -X helm.sh/helm/v4/internal/version.version=$(version helm.sh/helm/v4)"
 ldflags+=" -X sigs.k8s.io/cri-tools/pkg/version.Version=$(version sigs.k8s.io/cri-tools)"
 
-packages=(./cmd/kube ./cmd/coredns ./cmd/probe)
+packages=(./cmd/kube ./cmd/kubectl ./cmd/coredns ./cmd/probe)
 while read -r package; do packages+=("$package"); done < <(go list tool)
+[ ! -L "$bin/kubectl" ] || rm "$bin/kubectl"  # of an older build: it would be written through
 # One call: the shared packages are compiled once, the links run beside them.
 nice go build -trimpath -ldflags "$ldflags" -o "$bin/" "${packages[@]}"
-for name in etcd kube-apiserver kube-controller-manager kube-scheduler kube-proxy kubelet kubectl metrics-server; do
+for name in etcd kube-apiserver kube-controller-manager kube-scheduler kube-proxy kubelet metrics-server; do
   ln -sf kube "$bin/$name"
 done
 cc -Os -static -s -o "$bin/pause" images/pause.c

@@ -9,12 +9,33 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from support.kube_cluster import SCRIPTS, ClusterError, KubeCluster, only_session
+from support.kube_cluster import SCRIPTS, ClusterError, KubeCluster, only_session, until
 from support.tba_stack import Stack
+from xdist.scheduler import LoadScopeScheduling
 
 PREPARED = "tba-examples"
-FAILURES = SCRIPTS / ".failures" / KubeCluster().run.name
+JOBS = {f"test_{name}" for name in ("autoscaling", "end_to_end", "life_cycle", "minio", "mistakes", "trainer_nodes")}
+"""Modules with jobs that train: half of the time, for one worker of pytest-xdist."""
 _failed = pytest.StashKey[bool]()
+_ends = pytest.StashKey[bool]()
+
+
+def use_own_cluster(number: int) -> None:
+    """What keeps the cluster of another worker of pytest-xdist apart from the first one's."""
+    os.environ |= {
+        "KUBE_RUN": str(SCRIPTS / f".run-{number}"),
+        "KUBE_BRIDGE": f"kube{number}",
+        "KUBE_NET": f"172.29.{number}",
+        "KUBE_PODS": f"10.{244 + number}",
+        "KUBE_SERVICES": f"10.{96 + number}",
+        "KUBE_ETCD_PORT": str(2379 + 2 * number),
+    }
+
+
+if number := int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")):
+    use_own_cluster(number)
+os.environ.setdefault("KUBE_PATIENCE", "120")  # for the other worker's up.sh
+FAILURES = SCRIPTS / ".failures" / KubeCluster().run.name
 
 
 @pytest.hookimpl(wrapper=True)
@@ -25,6 +46,27 @@ def pytest_runtest_makereport(item):
         for node in item.listchain():
             node.stash[_failed] = True
     return report
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share one operator come after those that install or run one of their own."""
+    items.sort(key=lambda item: "stack" in getattr(item, "fixturenames", ()))
+    for item in items:
+        if "base" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(600))  # of the first one, the preparation is a part
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log) -> LoadScopeScheduling:
+    """With `-n 2` each half has a cluster, and they run side by side: both wait more than they compute."""
+    return Halves(config, log)
+
+
+class Halves(LoadScopeScheduling):
+    """The unit of work is a half. pytest-xdist's own groups do nothing with pytest 9."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "jobs" if Path(nodeid.partition("::")[0]).stem in JOBS else "cluster"
 
 
 @pytest.fixture(scope="session")
@@ -47,8 +89,9 @@ def cluster(request) -> Iterator[KubeCluster]:
             reason = str(error)
         if reason:
             pytest.fail(f"no cluster: {reason}", pytrace=False)
+        ends_here = request.config.stash[_ends] = started and os.environ.get("TBA_KEEP_CLUSTER") != "1"
         yield cluster
-        if started and os.environ.get("TBA_KEEP_CLUSTER") != "1":
+        if ends_here:
             if request.session.testsfailed:
                 keep_logs(cluster)
             cluster.down()
@@ -119,12 +162,15 @@ def shared_namespace(request, cluster) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def storage(cluster) -> Iterator[Stack]:
+def storage(request, cluster) -> Iterator[Stack]:
     """MinIO in the cluster, by hack/minio.yaml; what it holds lasts for the session."""
+    if not (cluster.bin / "minio").exists():
+        pytest.fail("MinIO is not built: tests/cluster/companions/minio/build.sh", pytrace=False)
     stack = Stack(cluster)
     stack.install_storage()
     yield stack
-    stack.remove_storage()
+    if not request.config.stash[_ends]:
+        stack.remove_storage()
 
 
 @pytest.fixture(scope="session")
@@ -137,12 +183,13 @@ def base(storage) -> None:
         storage.cluster.kubectl("delete", "namespace", PREPARED, "--wait=false")
 
 
-@pytest.fixture(scope="module")
-def stack(storage) -> Iterator[Stack]:
-    """The operator by Helm, and storage."""
+@pytest.fixture(scope="session")
+def stack(request, storage) -> Iterator[Stack]:
+    """The operator by Helm, and storage: one install for all modules that use it, which therefore come last."""
     storage.install()
     yield storage
-    storage.uninstall()
+    if not request.config.stash[_ends]:
+        storage.uninstall()
 
 
 @contextmanager
@@ -157,10 +204,14 @@ def fresh_namespace(request: pytest.FixtureRequest, cluster: KubeCluster) -> Ite
         cluster.save_namespace(name, FAILURES / name)
     # First the jobs: a namespace waits for half the longest grace period that its pods were given.
     cluster.kubectl("-n", name, "delete", "tbajobs", "--all", "--cascade=foreground", "--timeout=60s", check=False)
-    cluster.kubectl("delete", "namespace", name, "--wait", "--timeout=90s", "--ignore-not-found")
+    # Pods would take the next test's processors. The rest goes meanwhile: waiting for it cost five seconds a test.
+    cluster.kubectl("delete", "namespace", name, "--wait=false", "--ignore-not-found")
+    until(f"no pods in {name}", lambda: not cluster.kubectl("-n", name, "get", "pods", "-o", "name"), seconds=90)
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
-    """Say where the failures' logs are."""
-    if FAILURES.exists():
-        terminalreporter.write_line(f"what the failed tests left: {FAILURES}")
+    """Say where the failures' logs are, those of other workers too."""
+    if not terminalreporter.stats.keys() & {"failed", "error"}:
+        return
+    for folder in sorted(FAILURES.parent.glob(f"{FAILURES.name}*")):
+        terminalreporter.write_line(f"what the failed tests left: {folder}")

@@ -60,19 +60,21 @@ class Queue:
 
 
 @pytest.fixture(scope="module")
-def controller(cluster, kubectl, kubeconfig, tmp_path_factory) -> Iterator[Kueue]:
-    """Before the operator, which looks for Kueue when it starts."""
+def controller(stack, cluster, kubectl, kubeconfig, tmp_path_factory) -> Iterator[Kueue]:
+    """The operator looks for Kueue when it starts: it starts again with it, and without it."""
     running = Kueue(kubectl, kubeconfig, cluster.bin, tmp_path_factory.mktemp("kueue"))
     try:
         running.start()
+        stack.restart()
         yield running
     finally:
         running.stop()
         running.uninstall()
+        stack.restart()
 
 
 @pytest.fixture(scope="module")
-def queue(cluster, controller, stack, base, shared_namespace) -> Iterator[Queue]:
+def queue(cluster, controller, base, shared_namespace) -> Iterator[Queue]:
     made = Queue(cluster, shared_namespace)
     made.create()
     yield made

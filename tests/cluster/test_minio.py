@@ -5,17 +5,6 @@ import secrets
 import pytest
 from support.kube_cluster import ClusterError
 from support.probe_pods import job
-from support.tba_stack import Stack
-
-
-@pytest.fixture(scope="module")
-def storage(cluster) -> Stack:
-    """MinIO with the image of tests/cluster/companions/minio."""
-    if not (cluster.bin / "minio").exists():
-        pytest.fail("MinIO is not built: tests/cluster/companions/minio/build.sh", pytrace=False)
-    stack = Stack(cluster)
-    stack.install_storage()
-    return stack
 
 
 def test_the_bucket_takes_and_gives_objects(storage):

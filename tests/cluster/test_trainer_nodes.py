@@ -58,6 +58,7 @@ def test_a_deleted_pod_of_another_node_ends_both_with_a_checkpoint_that_is_not_h
     run.goes_on()
 
 
+@pytest.mark.faults  # Kubernetes waits up to 80 seconds before it replaces the pods
 def test_a_killed_rank_of_another_node_counts_once_and_the_run_goes_on(run):
     epoch = run.latest().epoch
     run.kubectl("exec", node(run, 1)["metadata"]["name"], "--", "python", "-c", KILL_RANKS)

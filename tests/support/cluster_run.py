@@ -52,7 +52,12 @@ class ClusterRun:
             "buffer": {"minInitialTrajectories": 24},
             "sync": {"intervalSteps": 2, "pollIntervalSeconds": 1.0},
             "storage": {"uri": self.uri, "checkpoints": {"everySteps": CHECKPOINT_STEPS}},
-            "searcher": {"samplesPerPrompt": 6, "engine": {"type": "fake", "maxNumSeqs": 24, "extraArgs": engine}},
+            "trainer": {"podTemplate": _probed_often("trainer")},
+            "searcher": {
+                "samplesPerPrompt": 6,
+                "engine": {"type": "fake", "maxNumSeqs": 24, "extraArgs": engine},
+                "podTemplate": _probed_often("searcher"),
+            },
         }
         made["metadata"]["name"] = self.name
         made["spec"] = merge(merge(made["spec"], cheap), changes)
@@ -168,3 +173,10 @@ class ClusterRun:
         """How many there are."""
         with self.stack.store(self.uri) as store:
             return sum(1 for _ in store.list_after(""))
+
+
+def _probed_often(container: str) -> dict[str, Any]:
+    """A pod template. Up to 15 seconds of each start would pass between ready and seen."""
+    startup = {"periodSeconds": 2, "failureThreshold": 300}
+    often = {"name": container, "startupProbe": startup, "readinessProbe": {"periodSeconds": 2}}
+    return {"spec": {"containers": [often]}}

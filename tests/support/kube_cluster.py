@@ -28,7 +28,7 @@ def until(what: str, probe: Callable[[], T], *, seconds: float = 60.0) -> T:
     Raises:
         ClusterError: after `seconds`, with the last answer.
     """
-    deadline = time.monotonic() + seconds
+    start = time.monotonic()
     while True:
         try:
             last: object = probe()
@@ -36,9 +36,10 @@ def until(what: str, probe: Callable[[], T], *, seconds: float = 60.0) -> T:
                 return last  # pyright: ignore[reportReturnType]
         except ClusterError as error:
             last = error
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - start
+        if waited > seconds:
             raise ClusterError(f"{what}: not within {seconds:g} s; last: {last}")
-        time.sleep(0.2)
+        time.sleep(min(0.2 + waited / 30, 1.0))  # a probe is mostly a kubectl, which takes what is waited for
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,13 @@ class Stack:
             *("--create-namespace", "--wait", "--timeout", "120s", *options),
         )
 
+    def restart(self) -> None:
+        """Another operator process: what it looks for at its start may have come or gone."""
+        place = ("-n", OPERATOR_NAMESPACE, "rollout")
+        deployment = ("deployment", "-l", "app.kubernetes.io/name=tba-operator")
+        self.cluster.kubectl(*place, "restart", *deployment)
+        self.cluster.kubectl(*place, "status", *deployment, "--timeout=90s")
+
     def uninstall(self) -> None:
         """Operator and CRD go, and with it every job."""
         self.cluster.helm("-n", OPERATOR_NAMESPACE, "uninstall", "tba", "--wait", "--ignore-not-found")

@@ -35,10 +35,10 @@ build() {
   local name=$1 wanted=$2 file=$3
   shift 3
   [ "$(cat "$IMAGES/$name.stamp" 2> /dev/null)" = "$wanted" ] && { echo "$name: unchanged"; return; }
-  buildah pull -q "docker-archive:$IMAGES/base-image.tar" > /dev/null
+  flock "$IMAGES" buildah pull -q "docker-archive:$IMAGES/base-image.tar" > /dev/null
   rm -f "$IMAGES/$name.tar"
   # Straight into the archive: kept layers of the large image would cost 10 GB more and a second copy.
-  buildah bud -q --layers=false --network host --pull-never \
+  buildah bud -q --layers=false --jobs 2 --network host --pull-never \
     -v "$IMAGES/pip.conf:/etc/pip.conf:ro" -v "$IMAGES/uv.toml:/etc/uv/uv.toml:ro" -v "$uv_cache:/root/.cache/uv" \
     --build-arg VERSION=test --build-arg REVISION="$(git -C "$root" rev-parse HEAD 2> /dev/null || echo unknown)" "$@" \
     -t "docker-archive:$IMAGES/$name.tar:docker.io/tba/$name:test" -f "$root/$file" "$root" > /dev/null
@@ -52,6 +52,10 @@ printf '[global]\ncert = %s\n' "$certificates" > "$IMAGES/pip.conf"
 printf 'system-certs = true\n' > "$IMAGES/uv.toml"
 make_base "$(cat "$here/build.sh" "$here/mkimage.py" /usr/local/share/ca-certificates/* 2> /dev/null | sha256sum | cut -d' ' -f1)"
 sources=(pyproject.toml operator workloads tests/cluster/images/build.sh)
-build operator "$(stamp "${sources[@]}" requirements/operator.lock)" operator/Dockerfile
-build workload "$(stamp "${sources[@]}" Dockerfile.trainer requirements/cpu.lock)" Dockerfile.trainer --build-arg LOCK=requirements/cpu.lock
+# Side by side: each waits for the network, then for one processor, then for the disk.
+trap wait EXIT
+build operator "$(stamp "${sources[@]}" requirements/operator.lock)" operator/Dockerfile & operator=$!
+build workload "$(stamp "${sources[@]}" Dockerfile.trainer requirements/cpu.lock)" Dockerfile.trainer --build-arg LOCK=requirements/cpu.lock & workload=$!
+wait $operator
+wait $workload
 buildah rmi -f "$base" > /dev/null 2>&1 || true
