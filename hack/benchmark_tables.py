@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md from docs/results/*.json; `--check` exits 1 if the committed file differs."""
+"""Writes docs/benchmarks.md from docs/results: tables of *.json, below the words of *.md and the curves of *.svg; `--check` exits 1 if the committed file differs."""
 
 import json
 import sys
@@ -38,6 +38,8 @@ def _section(name: str, rows: list[dict[str, Any]]) -> str:
     # Rows of one file may come from several sittings, GPU hosts above all.
     places = list(dict.fromkeys(f"{r['machine']}, {r['date']}" for r in rows))
     lines = [f"## {name}", "", f"{', '.join(commands)}; {'; '.join(places)}", ""]
+    if (words := RESULTS / f"{name}.md").exists():
+        lines += [words.read_text()]
     if (RESULTS / f"{name}.svg").exists():
         lines += [f"![Curves of {name}](results/{name}.svg)", ""]
     lines += ["| metric | value | baseline | ratio | target | met | note |", "|---|---|---|---|---|---|---|"]
