@@ -1,4 +1,6 @@
-"""Writes docs/benchmarks.md from docs/results: tables of *.json, below the words of *.md and the curves of *.svg; `--check` exits 1 if the committed file differs."""
+"""Writes docs/benchmarks.md from docs/results: tables of *.json, under the words of *.md and the curves of *.svg.
+
+`--check` exits 1 if the committed file differs."""
 
 import json
 import sys
