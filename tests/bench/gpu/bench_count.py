@@ -195,8 +195,11 @@ def run_one(options: argparse.Namespace, arm: int, seed: int, folder: Path) -> C
 
 
 def start_of(folder: Path) -> str:
-    """Digest of the weights there, as examples/count/make_start.py wrote it down."""
-    return json.loads((folder / "made.json").read_text())["weights"]
+    """Digest of the weights there, as examples/count/make_start.py wrote it down. Raises: SystemExit without it."""
+    try:
+        return json.loads((folder / "made.json").read_text())["weights"]
+    except (OSError, ValueError, KeyError) as error:
+        raise SystemExit(f"{folder} is no start ({error!r}): make it with examples/count/make_start.py") from error
 
 
 def job_settings(options: argparse.Namespace, arm: int, seed: int) -> list[str]:
