@@ -9,8 +9,7 @@ from support.kube_cluster import KubeCluster, until
 from support.processes import job_for
 from support.tba_stack import OPERATOR_NAMESPACE, Stack, progress, ready
 
-FROZEN_SECONDS = 65.0
-"""Longer than any request of the operator may take."""
+FROZEN_SECONDS = 100.0
 FOLLOWED_SECONDS = 30.0
 NAME = "tiny"
 PLAIN = "configmaps,services,serviceaccounts,networkpolicies"
