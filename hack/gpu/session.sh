@@ -9,7 +9,6 @@ KEEP=${KEEP:-$HOME/keep} PARTS=${PARTS:-$HOME/parts} START=${START:-$HOME/start}
 SECONDS_A_RUN=${SECONDS_A_RUN:-180}
 PAIR_SECONDS=${PAIR_SECONDS:-50} PAIR_SECONDS_TRL=${PAIR_SECONDS_TRL:-100} PAIRS_LIMIT=${PAIRS_LIMIT:-585}
 PAIR_ARMS=${PAIR_ARMS:-2 9 3}
-SHARED_CARDS=${SHARED_CARDS:-0,1,1,1,0,0} # arm 9: of the trainer, then of each searcher
 RUN_ROOT=${RUN_ROOT:-/dev/shm/tba}
 OUT=${OUT:-$HOME/out}
 mkdir -p "$KEEP" "$PARTS" "$OUT" "$RUN_ROOT"
@@ -47,8 +46,8 @@ engine() { # engine CARD PROMPTS
     -o "$KEEP/gpu_engine.json"
 }
 
-sync_large() {
-  step 0 150 sync-large python3 tests/bench/gpu/bench_sync.py --model "$VS/smol" --what 1.5b --engine vllm \
+sync_large() { # sync_large CARD
+  step "$1" 150 sync-large python3 tests/bench/gpu/bench_sync.py --model "$VS/smol" --what 1.5b --engine vllm \
     --folder "$RUN_ROOT" -o "$PARTS/gpu_sync.2.json"
 }
 
@@ -61,38 +60,83 @@ count() { # count CARDS LIMIT ARGUMENTS...
     --seconds "$SECONDS_A_RUN" --max-steps 250 --run-root "$RUN_ROOT" --runs "$KEEP/gpu_count.jsonl" -o "$KEEP/gpu_count.json" "$@"
 }
 
+shared() { # shared NxPLACES: cards of arm 9, of the trainer and then of each searcher: the larger half beside no trainer
+  local number=${1%x*} cards=0 i
+  for ((i = 0; i < number; i++)); do cards+=,$((i < (number + 1) / 2)); done
+  echo "$cards"
+}
+
+layout() { # layout NAME: sets what one run is: its arm, clock, seconds beside it, cards, and what else it is told
+  clock=$PAIR_SECONDS cards=0,1 more=(--variant "${VARIANT:-}")
+  arm=${1%%[a-z]*}
+  local searchers
+  searchers=$(cat "$PARTS/searchers" 2> /dev/null || echo "${SEARCHERS:-5x128}")
+  # Beside its clock: start, held-out prompts, end.
+  case $1 in
+  2) beside=60 ;;
+  3) beside=60 clock=$PAIR_SECONDS_TRL ;;
+  5) beside=90 ;;
+  6) beside=100 ;;
+  7one) beside=85 more=(--variant "1 searcher" --set searcher.replicas=1) ;;
+  9) beside=100 cards=$(shared "$searchers") more+=(--searchers "$searchers") ;;
+  # Speed alone.
+  2three) beside=60 clock=22 more=(--variant "speed, 3 engines a card" --engines 3 --evaluate-every 0) ;;
+  2long) beside=50 clock=30 more=(--variant speed --task count-long --evaluate-every 0) ;;
+  9long) beside=65 clock=30 cards=$(shared "$searchers") more=(--variant speed --searchers "$searchers" --task count-long --evaluate-every 0) ;;
+  9x*) beside=70 clock=22 cards=$(shared "${1#9x}") more=(--variant "speed, ${1#9x}" --searchers "${1#9x}" --evaluate-every 0) ;;
+  *) echo "no layout $1" >&2; exit 64 ;;
+  esac
+  if [ "${LANE:-}" = b ]; then cards=$(tr 01 23 <<< "$cards"); fi
+}
+
 pairs() { # pairs SEED...: $PAIR_ARMS of each seed, one run at a time, while this call lasts; the next call goes on
-  local pass seed arm mark clock spent cards
+  local pass seed name mark arm clock beside cards more
   for pass in new failed; do # one that failed is tried again, after all others
     for seed in "$@"; do
-      for arm in $PAIR_ARMS; do
-        mark=$PARTS/pairs${VARIANT:+-$VARIANT}-$arm-$seed clock=$PAIR_SECONDS cards=0,1
-        [ -e "$mark.done" ] && continue
-        [ $pass = new ] && [ -e "$mark.tried" ] && continue
-        # Beside its clock: start, held-out prompts, end.
-        case $arm in
-        2) spent=60 ;;
-        5) spent=90 ;;
-        6) spent=100 ;;
-        9) spent=100 cards=$SHARED_CARDS ;;
-        3) spent=60 clock=$PAIR_SECONDS_TRL ;;
-        esac
-        if ((SECONDS + clock + spent > PAIRS_LIMIT)); then
-          echo "pairs: next is arm $arm, seed $seed: call this again"
+      for name in $PAIR_ARMS; do
+        mark=$PARTS/pairs${VARIANT:+-$VARIANT}-$name-$seed
+        layout "$name"
+        # Two lanes share the work: who makes the folder has the run.
+        if [ -e "$mark.done" ]; then continue; fi
+        if [ $pass = new ] && [ -e "$mark.new" ]; then continue; fi
+        if [ $pass = failed ] && { [ ! -e "$mark.fell" ] || [ -e "$mark.failed" ]; }; then continue; fi
+        if ((SECONDS + clock + beside > PAIRS_LIMIT)); then
+          echo "pairs: next is arm $name, seed $seed: call this again"
           return
         fi
-        touch "$mark.tried"
-        SECONDS_A_RUN=$clock count "$cards" "$(least $((clock + spent + 60)) $((PAIRS_LIMIT + 5 - SECONDS)))" \
-          --arms "$arm" --seeds "$seed" --variant "${VARIANT:-}" && touch "$mark.done"
+        mkdir "$mark.$pass" 2> /dev/null || continue
+        if SECONDS_A_RUN=$clock count "$cards" "$(least $((clock + beside + 60)) $((PAIRS_LIMIT + 5 - SECONDS)))" \
+          --arms "$arm" --seeds "$seed" "${more[@]}"; then touch "$mark.done"; else touch "$mark.fell"; fi
         rm -rf "${RUN_ROOT:?}"/*
         cp -f "$KEEP"/* "$OUT"/
       done
     done
   done
-  for mark in "$PARTS"/pairs*.tried; do
-    [ -e "${mark%.tried}.done" ] || echo "failed: ${mark##*/}"
+}
+
+begin_pairs() { # what an earlier call left unfinished has failed, and what failed may be tried again
+  local mark
+  for mark in "$PARTS"/pairs*.new; do
+    if [ -e "$mark" ] && [ ! -e "${mark%.new}.done" ]; then touch "${mark%.new}.fell"; fi
   done
-  echo "pairs: nothing is left of seeds $* but what failed"
+  rm -rf "$PARTS"/pairs*.failed
+}
+
+end_pairs() { # end_pairs SEED...
+  local mark
+  for mark in "$PARTS"/pairs*.fell; do
+    if [ -e "$mark" ] && [ ! -e "${mark%.fell}.done" ]; then echo "failed: $(basename "$mark" .fell)"; fi
+  done
+  echo "pairs: at the end of seeds $*"
+}
+
+lane() { # lane a|b SEED...: on one half of a host with four cards, with half of its processors
+  local half=$(($(env -u OMP_NUM_THREADS nproc) / 2)) # nproc would count threads of OpenMP
+  export LANE=$1 RUN_ROOT=$RUN_ROOT/$1
+  shift
+  mkdir -p "$RUN_ROOT"
+  if [ $LANE = a ]; then taskset -cp "0-$((half - 1))" $BASHPID; else taskset -cp "$half-$((2 * half - 1))" $BASHPID; fi > /dev/null
+  pairs "$@"
 }
 
 look() { # look LIMIT SECONDS NAME CARDS ARGUMENTS...: speed alone, of one layout
@@ -106,6 +150,8 @@ least() { echo $(($1 < $2 ? $1 : $2)); }
 
 case ${1:?stage} in
 first) # the first piece is there: the trainer's bench needs no more, and runs on while the others travel
+  # A virtual machine that grows as its memory is used would have every copy wait for it.
+  setsid nohup python3 -c "import numpy; numpy.ones(${FILL_GIB:-64} * 2**27)" > /dev/null 2>&1 < /dev/null &
   hack/gpu/install.sh a || exit 1
   nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader
   python3 -c "import torch, transformers, vllm, trl, structlog, zstandard, tba.store; print(torch.__version__, transformers.__version__, vllm.__version__, trl.__version__)"
@@ -120,11 +166,19 @@ trainer) OUT=$PARTS/none; mkdir -p "$OUT"; trainer_bench ;;
 second) hack/gpu/install.sh b ;;
 third) # the model is complete: its start, the tests of the tier, engine and weights on the first card
   hack/gpu/install.sh c || exit 1
+  if [ "${START_ONLY:-}" = four ]; then # weights and a test beside it, on cards of their own
+    sync_large 1 &
+    step 2 120 tests-vllm python3 -m pytest tests/gpu/test_vllm_on_gpu.py -q -s -p no:cacheprovider -k "starts_while or adapters" &
+    step 0 120 start python3 examples/count/make_start.py --model "$VS/smol" -o "$START"
+    wait
+    merge gpu_sync
+    exit
+  fi
   if [ -n "${START_ONLY:-}" ]; then
     step 0 120 start python3 examples/count/make_start.py --model "$VS/smol" -o "$START"
     [ "$START_ONLY" = engine ] || exit
     # Weights on the first card, the engine on the second.
-    sync_large &
+    sync_large 0 &
     engine 1 320
     wait
     merge gpu_sync
@@ -137,7 +191,7 @@ third) # the model is complete: its start, the tests of the tier, engine and wei
   engine 0 640
   step 0 90 sync-small python3 tests/bench/gpu/bench_sync.py --model "$VS/smol" --what model deltas --engine vllm \
     --folder "$RUN_ROOT" -o "$PARTS/gpu_sync.1.json"
-  sync_large
+  sync_large 0
   merge gpu_sync
   cat "$PARTS/background.log"
   ;;
@@ -150,7 +204,34 @@ async) # arm 5 on both cards, then two seeds of arm 1, a card each
   ;;
 pairs) # what the headline compares, on both cards: session.sh pairs SEED...
   shift
+  begin_pairs
   pairs "${@:-0}"
+  end_pairs "${@:-0}"
+  ;;
+lanes) # the same on four cards, two runs at a time: session.sh lanes SEED...
+  shift
+  begin_pairs
+  lane a "${@:-0}" & # each in a shell of its own
+  lane b "${@:-0}" &
+  wait
+  end_pairs "${@:-0}"
+  ;;
+choose) # looks at layouts of arm 9 in two lanes; the one that should learn fastest is that of arm 9 from now on
+  begin_pairs
+  export PAIR_ARMS="${LOOKS:-9x2x128 9x5x128 9x3x128 9x4x64 9x2x256 9x5x64}"
+  lane a 0 &
+  lane b 0 &
+  wait
+  end_pairs 0
+  python3 tests/bench/gpu/choose_layout.py --runs "$KEEP/gpu_count.jsonl" -o "$PARTS/searchers" \
+    --start "$(python3 -c "import json; print(json.load(open('$START/made.json'))['weights'])")"
+  ;;
+scaling) # two and three searchers, each on a card of its own; one searcher is a layout of pairs: session.sh scaling SEED
+  export SECONDS_A_RUN=$PAIR_SECONDS
+  count 0,1,2 150 --arms 7 --seeds "${2:-0}" --variant "2 searchers" --set searcher.replicas=2
+  rm -rf "${RUN_ROOT:?}"/*
+  count 0,1,2,3 150 --arms 7 --seeds "${2:-0}"
+  rm -rf "${RUN_ROOT:?}"/*
   ;;
 look) # speed of one layout: session.sh look LIMIT SECONDS NAME CARDS ARGUMENTS...
   shift

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from bench.gpu.places import in_child
 from tba.cli.jobfile import load_job
 from tba.cli.local_plan import plan
 from tba.cli.local_run import free_port
+from tba.contracts.history import StepRow
 from tba.contracts.keys import MANIFEST, WEIGHTS, WeightsKey
 from tba.contracts.runfile import write_config
 from tba.log import MODEL_LOADED, POLICY_SWAPPED
@@ -196,13 +198,12 @@ def outcome(played: Played, scores: dict[int, float]) -> dict[str, Any]:
     staleness: Counter[int] = Counter()
     for row in rows:
         staleness.update(row.staleness)
-    span = played.ended - played.started
     # The first row's wait began before there was an engine.
     idle = sum(r.wait_data_seconds for r in rows[1:]) / max(1e-9, rows[-1].time - rows[0].time)
     published = [p for p in history.publishes if p.time <= played.ended]
     searcher = history.searchers[-1].stats if history.searchers else {}
     facts: dict[str, object] = {
-        "response tokens/s": rows[-1].generated_tokens / span,
+        "response tokens/s": settled_rate(rows, played.started),
         "trainer waits for data": idle,
         "mean staleness": sum(k * n for k, n in staleness.items()) / max(1, sum(staleness.values())),
         "staleness histogram": " ".join(f"{k}:{n}" for k, n in sorted(staleness.items())),
@@ -221,6 +222,13 @@ def outcome(played: Played, scores: dict[int, float]) -> dict[str, Any]:
         "costs": None,
         "facts": facts,
     }
+
+
+def settled_rate(rows: Sequence[StepRow], started: float) -> float:
+    """Response tokens a second after the first fifth of the steps, in which searchers may still be starting."""
+    skip = len(rows) // 5
+    since, before = (rows[skip].time, rows[skip].generated_tokens) if len(rows) > 1 else (started, 0)
+    return (rows[-1].generated_tokens - before) / max(1e-9, rows[-1].time - since)
 
 
 def main() -> None:

@@ -6,7 +6,7 @@
     6 the same, and the trainer hosts another searcher       7 ours asynchronous, 3 searchers + 1 trainer (4 GPUs)
     8 as 5 with a GRPO-type objective: the system against the objective
     9 asynchronous, and small searchers share both cards: `--gpus 0,1,1,1,0,0` names the trainer's card, then each
-      searcher's
+      searcher's; `--searchers 5x128` how many and of how many places
 
 `--task count-slow`: as `count`, and each reward takes 200 ms, as a remote grader's would; how each arm calls it is in
 grading.py.
@@ -36,7 +36,18 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from bench.gpu.count_arms import RUNNERS
-from bench.gpu.count_runs import ARMS, ASYNCHRONOUS, GRPO, SHARED, SLOW_TASK, CountRun, append_run, judge, read_runs
+from bench.gpu.count_runs import (
+    ARMS,
+    ASYNCHRONOUS,
+    GRPO,
+    MANY,
+    SHARED,
+    SLOW_TASK,
+    CountRun,
+    append_run,
+    judge,
+    read_runs,
+)
 from bench.gpu.grading import slow_settings
 from bench.gpu.places import ROOT, tiny_start
 from bench.results import machine, own_command, table, write
@@ -65,7 +76,7 @@ TASKS = {
 }
 ARM_SETTINGS = {
     6: ["trainer.colocatedSearcher.enabled=true"],
-    7: ["searcher.replicas=3"],
+    MANY: ["searcher.replicas=3", "sync.intervalSteps=2"],
     # What the objective of arm 8 needs: see grpo_trainer.py.
     GRPO: [
         "objective.parameters={ratioAlpha: 1.0, ratioClip: 3.0}",
@@ -75,8 +86,6 @@ ARM_SETTINGS = {
     # A step of a small model costs an engine more Python than GPU: several engines fill a card. vLLM would count what
     # the others hold as its own, so each is given a cache of a fixed size.
     SHARED: [
-        "searcher.replicas=5",
-        "searcher.engine.maxNumSeqs=128",
         "sync.intervalSteps=2",  # weights for five cost more than one step's worth is worth
         f"searcher.engine.extraArgs.kv_cache_memory_bytes={3 * 2**30}",
     ],
@@ -107,6 +116,7 @@ def main() -> None:
     parser.add_argument("--evaluate-every", type=int, default=10, help="steps; 0: never, for looking at speed alone")
     parser.add_argument("--gpus", default="0,1", help="cards to use")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="PATH=VALUE")
+    parser.add_argument("--searchers", type=layout, default=(5, 128), metavar="NxPLACES", help="of arm 9")
     parser.add_argument("--engines", type=int, default=1, help="that a card has in arms 1 and 2, each in a process")
     parser.add_argument("--variant", default="")
     parser.add_argument("--runs", type=Path, default=RESULTS / "gpu_count.jsonl")
@@ -136,6 +146,12 @@ def main() -> None:
             from bench.gpu.learning_curves import draw
 
             draw(runs, options.output.with_suffix(".svg"))
+
+
+def layout(text: str) -> tuple[int, int]:
+    """Searchers and the places of each, from `5x128`. Raises: ValueError, which argparse tells."""
+    number, places = map(int, text.split("x"))
+    return number, places
 
 
 def rehearse(options: argparse.Namespace, folder: Path) -> None:
@@ -179,6 +195,8 @@ def run_one(options: argparse.Namespace, arm: int, seed: int, folder: Path) -> C
     settings = job_settings(options, arm, seed)
     gpus = options.gpus.split(",")
     found = RUNNERS[arm](options, arm, settings, gpus, folder)
+    if arm == SHARED:
+        found["facts"]["searchers"] = "{}x{}".format(*options.searchers)
     return CountRun(
         task=options.task,
         arm=arm,
@@ -192,6 +210,12 @@ def run_one(options: argparse.Namespace, arm: int, seed: int, folder: Path) -> C
         command=own_command().replace("PYTHONPATH=workloads ", "PYTHONPATH=workloads:tests "),
         **found,
     )
+
+
+def shared_settings(arm: int, searchers: tuple[int, int]) -> list[str]:
+    """How many searchers arm 9 has, and of what size."""
+    number, places = searchers
+    return [f"searcher.replicas={number}", f"searcher.engine.maxNumSeqs={places}"] if arm == SHARED else []
 
 
 def start_of(folder: Path) -> str:
@@ -220,6 +244,7 @@ def job_settings(options: argparse.Namespace, arm: int, seed: int) -> list[str]:
         f"searcher.engine.gpuMemoryUtilization={0.85 if arm in (4, 5, 7, 8, 9) else 0.3}",
         *task.settings,
         *ARM_SETTINGS.get(arm, []),
+        *shared_settings(arm, options.searchers),
         *options.settings,
     ]
 

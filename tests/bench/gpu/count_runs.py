@@ -6,7 +6,7 @@ weights are compared.
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -25,8 +25,8 @@ ARMS = {
     9: "ours asynchronous, 2 GPUs, small searchers share them",
 }
 
-GRPO, SHARED = 8, 9
-ASYNCHRONOUS = (5, 6, 7, GRPO, SHARED)
+MANY, GRPO, SHARED = 7, 8, 9
+ASYNCHRONOUS = (5, 6, MANY, GRPO, SHARED)
 """Arms whose processes are those of `tba run`."""
 SLOW_TASK = "count-slow"
 """Its rewards wait, so neither the bound nor tau, which know of generating and training alone, says anything there."""
@@ -90,8 +90,8 @@ def read_runs(path: Path) -> list[CountRun]:
 def append_run(path: Path, run: CountRun) -> None:
     """One more line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(asdict(run)) + "\n")
+    with path.open("ab", buffering=0) as file:  # one write: another lane may append at the same time
+        file.write(json.dumps(asdict(run)).encode() + b"\n")
 
 
 def judge(runs: Sequence[CountRun]) -> list[Row]:
@@ -110,7 +110,33 @@ def judge(runs: Sequence[CountRun]) -> list[Row]:
         rows += _generated(name, found) if ours else []
         rows += _thresholds(name, found, peer if ours else None)
         rows += _against_trl(name, found, peers[3]) if ours and 3 in peers else []
+    return rows + _scaling(groups)
+
+
+def _scaling(groups: Mapping[tuple[str, int, str, str], list[CountRun]]) -> list[Row]:
+    """Tokens a second of several searchers over as many times that of one, of arm 7 where both are there."""
+    rows: list[Row] = []
+    arms = {(task, start, searchers(found[0])): found for (task, arm, _, start), found in groups.items() if arm == MANY}
+    for (task, start, number), found in sorted(arms.items(), key=lambda i: i[0]):
+        one = arms.get((task, start, 1))
+        if number > 1 and one:
+            alone, rate = _tokens(one), _tokens(found)
+            idle = found[-1].facts.get("trainer waits for data")
+            note = f"{rate:,.0f} tokens/s, one searcher {alone:,.0f}; {_seeds(found)}"
+            note += f"; trainer waits for data {_short(idle)}"
+            metric = f"{task}, {number} searchers, a GPU each, and 1 trainer (start {start}): of linear in tokens/s"
+            rows.append(_row(found, metric, rate / (number * alone), "of linear", None, None, ">= 0.95", note))
     return rows
+
+
+def searchers(run: CountRun) -> int:
+    """Of arm 7, which has three unless its settings say otherwise."""
+    named = [s.partition("=")[2] for s in run.settings if s.startswith("searcher.replicas=")]
+    return int(named[-1]) if named else 3
+
+
+def _tokens(runs: list[CountRun]) -> float:
+    return statistics.median(float(str(r.facts["response tokens/s"])) for r in runs)
 
 
 def _against_trl(name: str, runs: list[CountRun], trl: list[CountRun]) -> list[Row]:
@@ -130,6 +156,12 @@ def _speed(name: str, runs: list[CountRun], peer: list[CountRun] | None, one_car
     baseline, target, note = None, None, _seeds(runs)
     if peer is not None:
         baseline = (ARMS[peer[0].arm], statistics.median(r.steps_per_second for r in peer))
+    if runs[0].task == SLOW_TASK:
+        pass
+    elif runs[0].arm in (1, 2) and runs[0].costs:
+        note += f"; {_costs(runs)}"
+    elif peer is not None and peer[0].costs:
+        note += f"; of {ARMS[peer[0].arm]}: {_costs(peer)}"
     if one_card is not None:
         costs = [Costs(**r.costs) for r in one_card if r.costs]
         if costs:
@@ -144,6 +176,16 @@ def _speed(name: str, runs: list[CountRun], peer: list[CountRun] | None, one_car
     facts = {k: v for k, v in runs[-1].facts.items() if isinstance(v, int | float | str | list)}
     note += "; " + ", ".join(f"{k} {_short(v)}" for k, v in facts.items()) if facts else ""
     return [_row(runs, f"{name}: steps/s", statistics.median(rates), "steps/s", rates, baseline, target, note)]
+
+
+def _costs(runs: list[CountRun]) -> str:
+    """g, t, o, tau and the bound of one searcher and one trainer, of the middle run by its bound."""
+    known = sorted((Costs(**r.costs) for r in runs if r.costs), key=bound)
+    c = known[len(known) // 2]
+    return (
+        f"g {c.generate:.2f} t {c.train:.2f} o {c.switch:.3f} s, tau {c.tail:.2f}, "
+        f"bound of 1 + 1 against 2 synchronous {bound(c):.2f}"
+    )
 
 
 def _generated(name: str, runs: list[CountRun]) -> list[Row]:

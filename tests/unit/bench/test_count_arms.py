@@ -19,7 +19,9 @@ from tba.cli.jobfile import load_job
 
 def job(arm: int, task: str = "count", *settings: str):
     """The job that an arm runs."""
-    options = argparse.Namespace(start=Path("start"), task=task, max_steps=7, settings=list(settings))
+    options = argparse.Namespace(
+        start=Path("start"), task=task, max_steps=7, settings=list(settings), searchers=(3, 64)
+    )
     return load_job(JOB, job_settings(options, arm, 3)).spec
 
 
@@ -31,12 +33,13 @@ def test_every_arm_has_the_same_start_prompts_limits_batch_and_rate(task):
         assert (one.model, one.task) == (first.model, first.task), ARMS[arm]
         same = ("prompts_per_batch", "responses_per_prompt", "learning_rate", "optimizer", "schedule", "total_steps")
         assert [getattr(one.objective, n) for n in same] == [getattr(first.objective, n) for n in same], ARMS[arm]
-        assert one.searcher.engine.max_num_seqs == (128 if arm == SHARED else 512) and one.objective.seed == 3
+        assert one.searcher.engine.max_num_seqs == (64 if arm == SHARED else 512) and one.objective.seed == 3
 
 
 def test_what_the_user_sets_wins_over_what_an_arm_needs():
     assert job(8).objective.parameters == {"ratioAlpha": 1.0, "ratioClip": 3.0}
     assert job(8, "count", "objective.parameters.ratioClip=2.0").objective.parameters["ratioClip"] == 2.0
+    assert job(SHARED).searcher.replicas == 3
     assert job(6).trainer.colocated_searcher.enabled and job(7).searcher.replicas == 3
 
 

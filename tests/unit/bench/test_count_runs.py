@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from bench.gpu.choose_layout import best
 from bench.gpu.count_runs import SLOW_TASK, CountRun, append_run, judge, read_runs
 from bench.gpu.curves import Costs, Point, bound, eta, reach
 from bench.gpu.learning_curves import compared, draw
@@ -152,3 +153,29 @@ def test_curves_are_of_the_start_with_most_arms_and_the_same_bytes_each_time(tmp
     assert drawn == (tmp_path / "two.svg").read_text() and "share them (n = 2)" in drawn
     draw([], tmp_path / "none.svg")
     assert not (tmp_path / "none.svg").exists()
+
+
+def test_several_searchers_are_held_against_as_many_times_one():
+    def scaled(number: int, tokens: float, **more) -> CountRun:
+        return run(7, variant=f"{number} searchers", settings=[f"searcher.replicas={number}"],
+                   facts={"response tokens/s": tokens, "trainer waits for data": 0.25}, **more)  # fmt: skip
+
+    three = run(7, facts={"response tokens/s": 240.0, "trainer waits for data": 0.01})
+    rows = {r.metric: r for r in judge([scaled(1, 100.0), scaled(2, 196.0), three]) if "linear" in r.metric}
+    found = {metric.split(",")[1].strip(): row for metric, row in rows.items()}
+    assert {name: round(row.value, 2) for name, row in found.items()} == {"2 searchers": 0.98, "3 searchers": 0.8}
+    assert (
+        found["2 searchers"].met and not found["3 searchers"].met and "waits for data 0.01" in found["3 searchers"].note
+    )
+    assert not [r for r in judge([scaled(1, 100.0, start="a"), three]) if "linear" in r.metric]
+
+
+def test_the_layout_is_chosen_by_its_speed_and_by_how_old_its_data_is():
+    def look(name: str, speed: float, staleness: float, start: str = "a") -> CountRun:
+        return run(9, variant=f"speed, {name}", speed=speed, start=start,
+                   facts={"searchers": name, "mean staleness": staleness})  # fmt: skip
+
+    looks = [look("5x128", 1.8, 4.3), look("2x128", 1.7, 2.5), look("8x64", 1.0, 1.0), look("9x9", 9.0, 1.0, "b")]
+    chosen = best(looks, "a")
+    assert chosen is not None and chosen.facts["searchers"] == "2x128"
+    assert best(looks, "c") is None and best([run(9, start="c")], "c") is None
