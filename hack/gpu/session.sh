@@ -8,6 +8,7 @@ source hack/gpu/env.sh
 KEEP=${KEEP:-$HOME/keep} PARTS=${PARTS:-$HOME/parts} START=${START:-$HOME/start}
 SECONDS_A_RUN=${SECONDS_A_RUN:-180}
 PAIR_SECONDS=${PAIR_SECONDS:-50} PAIR_SECONDS_TRL=${PAIR_SECONDS_TRL:-100} PAIRS_LIMIT=${PAIRS_LIMIT:-585}
+SCALING_SECONDS=${SCALING_SECONDS:-40}
 PAIR_ARMS=${PAIR_ARMS:-2 9 3}
 RUN_ROOT=${RUN_ROOT:-/dev/shm/tba}
 OUT=${OUT:-$HOME/out}
@@ -77,7 +78,7 @@ layout() { # layout NAME: sets what one run is: its arm, clock, seconds beside i
   3) beside=60 clock=$PAIR_SECONDS_TRL ;;
   5) beside=90 ;;
   6) beside=100 ;;
-  7one) beside=85 more=(--variant "1 searcher" --set searcher.replicas=1) ;;
+  7one) beside=85 clock=$SCALING_SECONDS more=(--variant "1 searcher" --set searcher.replicas=1) ;;
   9) beside=100 cards=$(shared "$searchers") more+=(--searchers "$searchers") ;;
   # Speed alone.
   2three) beside=60 clock=22 more=(--variant "speed, 3 engines a card" --engines 3 --evaluate-every 0) ;;
@@ -218,7 +219,7 @@ lanes) # the same on four cards, two runs at a time: session.sh lanes SEED...
   ;;
 choose) # looks at layouts of arm 9 in two lanes; the one that should learn fastest is that of arm 9 from now on
   begin_pairs
-  export PAIR_ARMS="${LOOKS:-9x2x128 9x5x128 9x3x128 9x4x64 9x2x256 9x5x64}"
+  export PAIR_ARMS="${LOOKS:-9x2x128 9x5x128 9x3x128 9x4x64}"
   lane a 0 &
   lane b 0 &
   wait
@@ -227,10 +228,10 @@ choose) # looks at layouts of arm 9 in two lanes; the one that should learn fast
     --start "$(python3 -c "import json; print(json.load(open('$START/made.json'))['weights'])")"
   ;;
 scaling) # two and three searchers, each on a card of its own; one searcher is a layout of pairs: session.sh scaling SEED
-  export SECONDS_A_RUN=$PAIR_SECONDS
-  count 0,1,2 150 --arms 7 --seeds "${2:-0}" --variant "2 searchers" --set searcher.replicas=2
+  export SECONDS_A_RUN=$SCALING_SECONDS
+  count 0,1,2 175 --arms 7 --seeds "${2:-0}" --variant "2 searchers" --set searcher.replicas=2
   rm -rf "${RUN_ROOT:?}"/*
-  count 0,1,2,3 150 --arms 7 --seeds "${2:-0}"
+  count 0,1,2,3 175 --arms 7 --seeds "${2:-0}"
   rm -rf "${RUN_ROOT:?}"/*
   ;;
 look) # speed of one layout: session.sh look LIMIT SECONDS NAME CARDS ARGUMENTS...
