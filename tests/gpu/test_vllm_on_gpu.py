@@ -63,7 +63,7 @@ def registering():
 
     def ask():
         size = 2**20
-        while not ended.is_set():
+        while not ended.wait(0.01):  # without a break it would have the interpreter, or the lock, to itself
             host_memory(size)
             size = 2**28 + 2**20 - size  # of another number of blocks than before
 

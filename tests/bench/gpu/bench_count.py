@@ -3,7 +3,8 @@
     1 own synchronous loop, 1 GPU        2 the same on 2 GPUs, data-parallel
     3 TRL GRPO, 2 GPUs colocated         4 TRL AsyncGRPO, 1 engine + 1 trainer
     5 ours asynchronous, 1 searcher + 1 trainer
-    6 the same, and the trainer hosts another searcher       7 ours asynchronous, 3 searchers + 1 trainer (4 GPUs)
+    6 the same, and the trainer hosts another searcher
+    7 ours asynchronous, 3 searchers + 1 trainer, a GPU each
     8 as 5 with a GRPO-type objective: the system against the objective
     9 asynchronous, and small searchers share both cards: `--gpus 0,1,1,1,0,0` names the trainer's card, then each
       searcher's; `--searchers 5x128` how many and of how many places
@@ -15,7 +16,7 @@ PYTHONPATH=workloads:tests python tests/bench/gpu/bench_count.py --start example
 PYTHONPATH=workloads:tests python tests/bench/gpu/bench_count.py --rehearse       (a minute, on a CPU)
 PYTHONPATH=workloads:tests python tests/bench/gpu/bench_count.py --table          (rows and curves from the runs so far)
 
-Scaling: arm 7 with `--set searcher.replicas=1 --variant "1 searcher"`, then 2, then as it is.
+Scaling: arm 7 with `--set searcher.replicas=1 --variant "1 searcher"`, then with 2 and "2 searchers", then as it is.
 Arm 5 on one card (`--gpus 0`): both roles share it, each with its process; give the engine a cache of a fixed size with
 `--set searcher.engine.extraArgs.kv_cache_memory_bytes=…`, since vLLM counts what other processes hold as its own.
 

@@ -20,7 +20,7 @@ ARMS = {
     4: "TRL AsyncGRPO, 1 engine + 1 trainer",
     5: "ours asynchronous, 1 searcher + 1 trainer",
     6: "ours asynchronous, 1 searcher + 1 trainer that hosts another",
-    7: "ours asynchronous, 3 searchers + 1 trainer",
+    7: "ours asynchronous, a GPU for the trainer and for each searcher",
     8: "ours asynchronous, 1 searcher + 1 trainer, GRPO-type objective",
     9: "ours asynchronous, 2 GPUs, small searchers share them",
 }
@@ -101,7 +101,8 @@ def judge(runs: Sequence[CountRun]) -> list[Row]:
     for run in sorted(runs, key=lambda r: (r.task, r.start, r.arm, r.variant, r.seed)):
         groups.setdefault((run.task, run.arm, run.variant, run.start), []).append(run)
     for (task, arm, variant, start), found in groups.items():
-        told = ", ".join(filter(None, (variant, start and f"start {start}")))
+        number = _number(searchers(found[0])) if arm == MANY else ""
+        told = ", ".join(filter(None, (number, variant != number and variant, start and f"start {start}")))
         name = f"{task}, {ARMS[arm]}{f' ({told})' if told else ''}"
         peers = {a: groups[task, a, "", start] for a in (1, 2, 3) if a != arm and (task, a, "", start) in groups}
         peer = peers.get(2) or peers.get(1)
@@ -124,7 +125,7 @@ def _scaling(groups: Mapping[tuple[str, int, str, str], list[CountRun]]) -> list
             idle = found[-1].facts.get("trainer waits for data")
             note = f"{rate:,.0f} tokens/s, one searcher {alone:,.0f}; {_seeds(found)}"
             note += f"; trainer waits for data {_short(idle)}"
-            metric = f"{task}, {number} searchers, a GPU each, and 1 trainer (start {start}): of linear in tokens/s"
+            metric = f"{task}, {ARMS[MANY]} ({_number(number)}, start {start}): of linear in tokens/s"
             rows.append(_row(found, metric, rate / (number * alone), "of linear", None, None, ">= 0.95", note))
     return rows
 
@@ -133,6 +134,10 @@ def searchers(run: CountRun) -> int:
     """Of arm 7, which has three unless its settings say otherwise."""
     named = [s.partition("=")[2] for s in run.settings if s.startswith("searcher.replicas=")]
     return int(named[-1]) if named else 3
+
+
+def _number(searchers: int) -> str:
+    return f"{searchers} searcher{'s' * (searchers > 1)}"
 
 
 def _tokens(runs: list[CountRun]) -> float:

@@ -157,16 +157,18 @@ def test_curves_are_of_the_start_with_most_arms_and_the_same_bytes_each_time(tmp
 
 def test_several_searchers_are_held_against_as_many_times_one():
     def scaled(number: int, tokens: float, **more) -> CountRun:
-        return run(7, variant=f"{number} searchers", settings=[f"searcher.replicas={number}"],
+        return run(7, variant=f"{number} searcher{'s' * (number > 1)}", settings=[f"searcher.replicas={number}"],
                    facts={"response tokens/s": tokens, "trainer waits for data": 0.25}, **more)  # fmt: skip
 
     three = run(7, facts={"response tokens/s": 240.0, "trainer waits for data": 0.01})
     rows = {r.metric: r for r in judge([scaled(1, 100.0), scaled(2, 196.0), three]) if "linear" in r.metric}
-    found = {metric.split(",")[1].strip(): row for metric, row in rows.items()}
+    found = {metric.partition("(")[2].split(",")[0]: row for metric, row in rows.items()}
     assert {name: round(row.value, 2) for name, row in found.items()} == {"2 searchers": 0.98, "3 searchers": 0.8}
     assert (
         found["2 searchers"].met and not found["3 searchers"].met and "waits for data 0.01" in found["3 searchers"].note
     )
+    speeds = [r.metric for r in judge([scaled(1, 100.0), three]) if r.metric.endswith(": steps/s")]
+    assert {m.partition(" (")[2] for m in speeds} == {"1 searcher): steps/s", "3 searchers): steps/s"}
     assert not [r for r in judge([scaled(1, 100.0, start="a"), three]) if "linear" in r.metric]
 
 
