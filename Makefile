@@ -13,6 +13,8 @@ TEST_WORKERS ?= 2
 PARALLEL := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
+# Where it is set, every process of a run and of a test compiles this project's sources anew: a second each.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo demo-seeds test test-failed test-unit test-integration test-faults cluster-build cluster-images cluster-programs cluster-archives cluster-up cluster-down cluster-clean test-cluster test-cluster-failed test-cluster-faults model-check check lock format bench bench-operator clean
 
@@ -136,7 +138,7 @@ $(UV):
 
 $(VENV)/.dev: requirements/dev.lock pyproject.toml | $(UV)
 	$(UV) venv -q --allow-existing --python $(PYTHON) $(VENV)
-	# Compiled once: else every process of a test compiles torch and transformers anew where PYTHONDONTWRITEBYTECODE is set.
+	# Compiled once: else each of the first processes compiles torch and transformers for itself.
 	$(UV) pip sync -q --compile-bytecode --python $(BIN)/python --require-hashes requirements/dev.lock
 	$(UV) pip install -q --python $(BIN)/python --no-deps -e .
 	touch $@
