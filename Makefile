@@ -13,8 +13,10 @@ TEST_WORKERS ?= 2
 PARALLEL := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
+# Where it is set, every process of a run and of a test compiles this project's sources anew: a second each.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-seeds test test-failed test-unit test-integration test-faults cluster-build cluster-images cluster-programs cluster-archives cluster-up cluster-down cluster-clean test-cluster test-cluster-failed test-cluster-faults model-check check lock format bench bench-operator clean
+.PHONY: help demo demo-seeds test tiers test-failed test-unit test-integration test-faults cluster-build cluster-images cluster-programs cluster-archives cluster-up cluster-down cluster-clean test-cluster test-cluster-failed test-cluster-faults model-check check lint types lock format bench bench-operator clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
@@ -27,10 +29,14 @@ demo-seeds: $(VENV)/.dev  ## the same for three seeds; fails unless each reaches
 	$(BIN)/python examples/arithmetic/make_base.py
 	$(BIN)/python hack/demo_seeds.py --seeds 0 1 2
 
-test: $(VENV)/.dev check  ## lint, types, import contracts, unit and integration tests
+test: $(VENV)/.dev lint  ## lint, types, import contracts, unit and integration tests
+	# pyright takes one processor for a minute or two: beside the tests, which also wait, and behind them.
+	$(MAKE) --no-print-directory -j2 types tiers TYPES_NICE="nice -n 10"
+
+tiers: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/integration tests/unit -q $(PARALLEL)
 
-test-failed: $(VENV)/.dev  ## those of them that failed last time, one at a time; an error if none did
+test-failed: check  ## those of them that failed last time, one at a time, after the checks; an error if none did
 	$(BIN)/python -m pytest tests/unit tests/integration -q --last-failed --last-failed-no-failures none
 
 test-unit: $(VENV)/.dev  ## pure logic only
@@ -84,10 +90,14 @@ test-cluster-faults: $(VENV)/.dev cluster-images  ## what a cluster may do to a 
 model-check: $(VENV)/.dev  ## explore every interleaving and crash of the bucket protocol; prints the states
 	$(BIN)/python -m pytest tests/unit/protocol/test_model_check.py -q -s
 
-check: $(VENV)/.dev  ## ruff, pyright, import-linter
+check: lint types  ## ruff, import-linter, generated files, pyright
+
+types: $(VENV)/.dev
+	$(TYPES_NICE) $(BIN)/pyright
+
+lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/python hack/job_reference.py --check
 	$(BIN)/python hack/command_reference.py --check
@@ -136,7 +146,7 @@ $(UV):
 
 $(VENV)/.dev: requirements/dev.lock pyproject.toml | $(UV)
 	$(UV) venv -q --allow-existing --python $(PYTHON) $(VENV)
-	# Compiled once: else every process of a test compiles torch and transformers anew where PYTHONDONTWRITEBYTECODE is set.
+	# Compiled once: else each of the first processes compiles torch and transformers for itself.
 	$(UV) pip sync -q --compile-bytecode --python $(BIN)/python --require-hashes requirements/dev.lock
 	$(UV) pip install -q --python $(BIN)/python --no-deps -e .
 	touch $@

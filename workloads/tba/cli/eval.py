@@ -42,7 +42,10 @@ def command(
     region: Region = None,
 ) -> None:
     """Print pass@1, and pass@k with k samples, each prompt once, with a standard error over prompts."""
-    from tba.cli import evaluate
+    from tba.interpreter import loading
+
+    with loading("torch"):
+        from tba.cli import evaluate
 
     choice = evaluate.Choice(
         prompts=prompts, prompt_field=prompt_field, answer_field=answer_field, reward=reward, sampling=sampling,

@@ -24,7 +24,7 @@ from tba.rewards.stored import get_reward_code
 from tba.run_record import read_run_record
 from tba.searcher.engines.engine import Engine, Request, Response
 from tba.searcher.engines.transformers import TransformersEngine
-from tba.snapshots.fetch import Snapshot
+from tba.snapshots.snapshot import Snapshot
 from tba.store import open_store
 from tba.store.protocol import ObjectStore
 

@@ -24,9 +24,12 @@ def command(
 
     They come from its snapshot or, if that was swept, from its checkpoint. An adapter is merged into its base.
     """
-    from tba.cli.model_directory import export_adapter, read_snapshot, write_directory
     from tba.contracts.errors import UserError
     from tba.contracts.keys import CHECKPOINTS
+    from tba.interpreter import loading
+
+    with loading("torch"):
+        from tba.cli.model_directory import export_adapter, read_snapshot, write_directory
 
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output {output} is a file or not empty: name a new directory")

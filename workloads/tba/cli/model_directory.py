@@ -18,10 +18,11 @@ from tba.contracts.records import SnapshotManifest
 from tba.lora import merged, peft_files, scale_of
 from tba.models import load_model, weight_tensors, write_assets
 from tba.run_record import read_run_record
-from tba.snapshots.fetch import Snapshot, fetch_adapter, fetch_assets, fetch_snapshot
+from tba.snapshots.fetch import fetch_adapter, fetch_assets, fetch_snapshot
 from tba.snapshots.files import get_file
 from tba.snapshots.layout import parse
 from tba.snapshots.manifest import Link, fetch_manifest
+from tba.snapshots.snapshot import Snapshot
 from tba.store.protocol import ObjectStore
 from tba.trainer.checkpoint import read_facts, read_manifest
 

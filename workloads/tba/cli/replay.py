@@ -24,12 +24,15 @@ def command(
 
     On a CPU the weights are equal bit for bit, unless live settings changed during the run. Exit code 1 if they differ.
     """
-    import numpy as np
-    import torch
+    from tba.interpreter import loading
 
-    from tba.cli.model_directory import newest_assets, write_directory
-    from tba.trainer.learner import Learner, StepResult
-    from tba.trainer.replay import replay, weights_that_differ
+    with loading("torch"):
+        import numpy as np
+        import torch
+
+        from tba.cli.model_directory import newest_assets, write_directory
+        from tba.trainer.learner import Learner, StepResult
+        from tba.trainer.replay import replay, weights_that_differ
 
     torch.set_num_threads(threads)
     store = open_target(run, endpoint=endpoint, region=region)

@@ -47,7 +47,10 @@ def command(
         planned = replace(planned, trace=trace.resolve())
     planned.check_reward()
     if dry_run:
-        from tba.cli.preflight import check_inputs  # torch and transformers: a run has them in its processes only
+        from tba.interpreter import loading
+
+        with loading("torch"):  # and transformers: a run has them in its processes only
+            from tba.cli.preflight import check_inputs
 
         found = check_inputs(planned)
         document = planned.to_dict() | found.to_dict()

@@ -43,7 +43,10 @@ def command(
     ] = 1800.0,
 ) -> int:
     """Learn from what searchers put into the bucket; resume if it holds a run."""
-    from tba.trainer.main import TrainerOptions, run_trainer
+    from tba.interpreter import loading
+
+    with loading("torch"):
+        from tba.trainer.main import TrainerOptions, run_trainer
 
     return run_trainer(
         TrainerOptions(

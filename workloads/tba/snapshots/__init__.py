@@ -7,15 +7,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tba.snapshots.fetch import Snapshot, fetch_assets, fetch_snapshot
+    from tba.snapshots.fetch import fetch_assets, fetch_snapshot
     from tba.snapshots.fetcher import SnapshotFetcher
     from tba.snapshots.manifest import fetch_manifest
     from tba.snapshots.publish import publish_snapshot
+    from tba.snapshots.snapshot import Snapshot
 
 __all__ = ["Snapshot", "SnapshotFetcher", "fetch_assets", "fetch_manifest", "fetch_snapshot", "publish_snapshot"]
 
 _HOMES = {
-    "Snapshot": "tba.snapshots.fetch",
+    "Snapshot": "tba.snapshots.snapshot",
     "SnapshotFetcher": "tba.snapshots.fetcher",
     "fetch_assets": "tba.snapshots.fetch",
     "fetch_manifest": "tba.snapshots.manifest",

@@ -5,7 +5,6 @@ manifest ─► chain ─► anchor's files ─► one buffer (hostmemory.py) �
 """
 
 import math
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,39 +14,20 @@ from tba.contracts.errors import CorruptObject
 from tba.contracts.keys import WeightsKey
 from tba.contracts.records import FileEntry, SnapshotManifest, TensorEntry
 from tba.hashing import xxh3_128
-from tba.lora import merged
 from tba.snapshots.beside import Beside
 from tba.snapshots.files import check_size, get_file, read_verified
 from tba.snapshots.hostcache import HostCache
-from tba.snapshots.hostmemory import HOST_ALLOCATION, host_memory
+from tba.snapshots.hostmemory import host_memory
 from tba.snapshots.layout import DTYPES, TensorSpan, parse, read_header
 from tba.snapshots.manifest import Link, read_chain
 from tba.snapshots.publish import ASSETS
 from tba.snapshots.rebuild import advance
+from tba.snapshots.snapshot import Snapshot
 from tba.store.protocol import ObjectStore
 
 _ALIGNMENT = 64  # bytes, of each file in the buffer: its tensors stay aligned
 _DOWNLOADS = 2
 """Files in flight: one is hashed while another arrives."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Snapshot:
-    """Verified weights in host memory. Nobody writes into them: others may hold views of the same bytes."""
-
-    key: str  # of the manifest
-    manifest: SnapshotManifest
-    tensors: dict[str, Tensor]  # views of one buffer; pinned if this process uses CUDA
-    assets: dict[str, bytes]  # config.json, tokenizer files; of a delta its anchor's, of an adapter its base's
-    adapter: dict[str, Tensor] | None = None  # to go on `tensors`, which are its base's; None: they are all there is
-
-    def merged(self) -> "Snapshot":
-        """The same weights without an adapter beside them. What has none is shared. Raises: CorruptObject."""
-        if self.adapter is None:
-            return self
-        with HOST_ALLOCATION:  # pinned, if this process uses CUDA
-            weights = merged(self.tensors, self.adapter, scale=self.manifest.scale or 0.0)
-        return Snapshot(self.key, self.manifest, weights, self.assets)
 
 
 def fetch_snapshot(store: ObjectStore, manifest_key: str) -> Snapshot:

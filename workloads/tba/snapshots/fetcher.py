@@ -11,10 +11,11 @@ from collections.abc import Callable
 
 from tba.contracts.errors import CorruptObject
 from tba.log import SNAPSHOT_REJECTED, log
-from tba.snapshots.fetch import Snapshot, adapt_snapshot, advance_snapshot, fetch_chain
+from tba.snapshots.fetch import adapt_snapshot, advance_snapshot, fetch_chain
 from tba.snapshots.hostcache import HostCache
 from tba.snapshots.manifest import Link, read_chain
 from tba.snapshots.rebuild import verify
+from tba.snapshots.snapshot import Snapshot
 from tba.store.protocol import NotFound, ObjectStore
 
 _CACHED_COPIES = 2.5  # of the weights, on disk

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 from tba.contracts import config
 from tba.contracts.errors import UserError
+from tba.interpreter import loading
 from tba.searcher.engines.engine import Engine, Request, Response
 
 __all__ = ["Engine", "Request", "Response", "build", "can_run_vllm"]
@@ -37,7 +38,8 @@ def _obstacle_to_vllm() -> str | None:
         return "it is not installed"
     if _vllm_is_for_cpus():
         return None
-    import torch
+    with loading("torch"):
+        import torch
 
     return None if torch.cuda.is_available() else "it is installed for GPUs and there is none"
 
@@ -65,15 +67,17 @@ def _vllm(engine: config.Engine, model: config.Model) -> Engine:
     for name, value in environment(cpu=cpu).items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core runs in this process
-    from tba.searcher.engines.vllm import VllmEngine
+    with loading("vllm"):
+        from tba.searcher.engines.vllm import VllmEngine
 
     return VllmEngine(engine, model, cpu=cpu)
 
 
 def _transformers(engine: config.Engine, model: config.Model) -> Engine:
-    import torch
+    with loading("transformers"):
+        import torch
 
-    from tba.searcher.engines.transformers import TransformersEngine
+        from tba.searcher.engines.transformers import TransformersEngine
 
     unknown = set(engine.extra_args) - _TRANSFORMERS_ARGS
     if unknown:
