@@ -17,9 +17,10 @@ WAIT_SECONDS = 3600.0
 class Channel:
     """One end. For one thread at a time, which alone may wait on `store`: a client answers one request at a time."""
 
-    def __init__(self, store: Store, *, own: str, other: str) -> None:
-        """`own`, `other`: names of the two ends, the other way round there."""
+    def __init__(self, store: Store, *, own: str, other: str, wait_seconds: float = WAIT_SECONDS) -> None:
+        """`own`, `other`: names of the two ends, the other way round there. `wait_seconds`: of one request."""
         self._store = store
+        self._wait_seconds = wait_seconds
         self._out, self._in = f"{own}>{other}", f"{other}>{own}"
         self._sent = self._received = 0
 
@@ -35,7 +36,7 @@ class Channel:
         """
         key, left = f"{self._in}/{self._received}", seconds
         while True:
-            limit = WAIT_SECONDS if left is None else min(left, WAIT_SECONDS)
+            limit = self._wait_seconds if left is None else min(left, self._wait_seconds)
             try:
                 self._store.wait([key], timedelta(seconds=limit))
                 break

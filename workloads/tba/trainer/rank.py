@@ -1,6 +1,6 @@
 """A rank other than 0: computes its share of each step and keeps its shards of weights and moments.
 
-It has no buffer and no random numbers, and reads nothing: all that it needs comes from rank 0 (`ranks`). Into the bucket
+It has no buffer and no random numbers, and reads nothing: all it needs comes from rank 0 (`ranks`). Into the bucket
 it writes the data objects of its part of each snapshot (`uploader`), and nothing else.
 """
 
