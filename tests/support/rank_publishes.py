@@ -18,12 +18,13 @@ from tba import failpoints
 from tba.cli.exit import end_process
 from tba.contracts.config import Delta
 from tba.contracts.keys import RUN
-from tba.store import open_store
+from tba.store import ObjectStore, open_store
 from tba.trainer.committer import Committer
 from tba.trainer.learner import Learner
 from tba.trainer.publish import Published, Publisher
 from tba.trainer.rank import Bucket, order_build, serve, upload_parts
 from tba.trainer.rankprocesses import join_as_child
+from tba.trainer.ranks import Ranks
 from tba.trainer.sharded_adapted import make_sharded_policy
 from tba.trainer.team import Team
 
@@ -45,7 +46,16 @@ def publish(uri: str, folder: Path, recipe: str, versions: int) -> None:
     store = open_store(uri)
     store.put_once(RUN, run_record().to_json())
     team = Team(2, [sys.executable, __file__], on_loss=_lost)
-    ranks, config = team.ranks, config_of(RECIPES[recipe])
+    in_order = False
+    try:
+        _publish(store, team.ranks, folder, recipe, versions)
+        in_order = True
+    finally:
+        team.close(code=0, in_order=in_order)
+
+
+def _publish(store: ObjectStore, ranks: Ranks, folder: Path, recipe: str, versions: int) -> None:
+    config = config_of(RECIPES[recipe])
     torch.manual_seed(0)
     order_build(ranks, config.model, config.objective, {}, Bucket(store.uri, RUN_ID))
     policy = make_sharded_policy(
@@ -72,7 +82,6 @@ def publish(uri: str, folder: Path, recipe: str, versions: int) -> None:
         publisher.publish(staged, version=version, epoch=committer.epoch, evaluation=None, stage_seconds=0.0)
         if version == versions - 1:  # the others are uploaded beside the next step
             publisher.background.join()
-    team.close(code=0, in_order=True)
 
 
 def main() -> None:
