@@ -55,6 +55,7 @@ class Team:
         store: MemoryStore | None = None,
         max_file_bytes: int = 2**30,
         reply_seconds: float = HANG,
+        give_up_seconds: float = 60.0,
         **delta,
     ) -> None:
         self.store, self.published = store or MemoryStore(), list[Published]()
@@ -74,7 +75,7 @@ class Team:
             self.store, self.committer, assets={"config.json": b"{}"}, delta=lambda: self.delta,
             give_up_seconds=60.0, on_published=self.published.append, parts=self.parts,
         )  # fmt: skip
-        self.publisher.background = Background("publish", give_up_seconds=60.0, sleep=lambda _: None)
+        self.publisher.background = Background("publish", give_up_seconds=give_up_seconds, sleep=lambda _: None)
         self.staged: list[dict[str, Tensor]] = []
 
     def publish(self, version: int, tensors: dict[str, Tensor], *, silent: tuple[int, ...] = ()) -> None:
@@ -219,6 +220,16 @@ def test_a_rank_that_ends_between_two_puts_leaves_garbage_under_one_prefix_that_
     Sweeper(team.store, successor.committer).sweep(Retention(1, None, 0, 1, 0.0))
     assert not set(left) & team.store.objects.keys(), "what it left is swept"
     assert same(fetch_snapshot(team.store, str(team.latest.manifest)).tensors, weights(1))
+
+
+def test_parts_that_rank_0_does_not_see_are_no_snapshot():
+    team = Team(3, give_up_seconds=-1.0)
+    team.publish(0, weights(0))
+    standing = team.latest
+    team.stores[2].objects = {}  # a directory of the same name on another host
+    with pytest.raises(StoreUnavailable, match=r"model-rank00002-00000.*give all hosts of the trainer the same bucket"):
+        team.publish(1, noise(1))
+    assert team.latest == standing and len(team.published) == 1
 
 
 def test_a_rank_that_says_nothing_for_too_long_ends_the_publish():

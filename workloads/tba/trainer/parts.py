@@ -9,17 +9,24 @@ Only rank 0 writes manifests and `latest`: whatever another does or leaves undon
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, TypeVar
 
+from tba.contracts.errors import CorruptObject, StoreUnavailable
 from tba.contracts.keys import WeightsKey
+from tba.contracts.records import FileEntry
 from tba.snapshots.encode import EncodedDelta
+from tba.snapshots.files import check_size
 from tba.snapshots.publish import Part, merge_parts
+from tba.store import NotFound, ObjectStore
 from tba.trainer.channel import Channel
 from tba.trainer.partmessages import REPLY, Encode, Encoded, Failed, Order, Put, Reply, Settle, Stored
 
 REPLY_SECONDS = 7200.0
 """A rank that is silent for longer hangs: what it uploads is a part of what was one upload, retries included."""
+_LOOKS = 8
+"""Requests at once for what others wrote."""
 
 T = TypeVar("T")
 
@@ -49,14 +56,19 @@ class Parts:
             return None
         return made
 
-    def put(self, key: WeightsKey, encoding: Literal["full", "delta"], own: Callable[[], Part]) -> Part:
-        """All data objects below `key`, of all ranks, once they are there; `own` writes rank 0's.
+    def put(
+        self, store: ObjectStore, key: WeightsKey, encoding: Literal["full", "delta"], own: Callable[[], Part]
+    ) -> Part:
+        """All data objects below `key`, of all ranks, once they are in `store`; `own` writes rank 0's.
 
-        Raises: what `own` does; StoreUnavailable, AccessDenied, UserError of another rank's uploads. None goes on then.
+        Raises: what `own` does; StoreUnavailable, AccessDenied, UserError of another rank's uploads, or if they are not
+        where this rank looks. None goes on then.
         """
         order = Put(version=key.version, epoch=key.epoch, nonce=key.nonce, encoding=encoding)
         mine, replies = self._ask(order, own)
-        return merge_parts([mine, *(reply.part for reply in replies if isinstance(reply, Stored))])
+        others = merge_parts(reply.part for reply in replies if isinstance(reply, Stored))
+        _require_there(store, key, others.files)
+        return merge_parts([mine, others])
 
     def settle(self, base: str | None) -> None:
         """The publish is over; `base`: manifest key under which its tensors are kept, null: they are not."""
@@ -81,6 +93,22 @@ class Parts:
             rank: REPLY.validate_json(channel.receive(max(1.0, deadline - time.monotonic())))
             for rank, channel in self._channels.items()
         }
+
+
+def _require_there(store: ObjectStore, key: WeightsKey, files: Sequence[FileEntry]) -> None:
+    """Readers are to find what others wrote: their hosts may have a directory of the same name, or another endpoint."""
+
+    def look(entry: FileEntry) -> None:
+        try:
+            check_size(store, key.prefix, entry)
+        except (NotFound, CorruptObject) as error:
+            raise StoreUnavailable(
+                f"{entry.name} of {key.prefix} was written by another rank and is not so in {store.uri} as rank 0 sees "
+                f"it ({error}): give all hosts of the trainer the same bucket"
+            ) from error
+
+    with ThreadPoolExecutor(_LOOKS, thread_name_prefix="parts-look") as pool:
+        list(pool.map(look, files))
 
 
 def _json(order: Order) -> str:

@@ -169,7 +169,7 @@ class Publisher:
             return publish_delta(self._store, key, delta, parent=self._parent, evaluation=evaluation)
         stem = part_stem(DELTA, 0)
         own = partial(put_encoded, self._store, key, delta.part, stem=stem, max_file_bytes=MAX_FILE_BYTES)
-        part = self._parts.put(key, "delta", own)
+        part = self._parts.put(self._store, key, "delta", own)
         return finish_delta(self._store, key, delta, part, parent=self._parent, evaluation=evaluation)
 
     def _upload_full(
@@ -181,7 +181,7 @@ class Publisher:
             )
         stem = part_stem(FULL, 0)
         own = partial(put_tensors, self._store, key, tensors, stem=stem, max_file_bytes=MAX_FILE_BYTES)
-        part = self._parts.put(key, "full", own)
+        part = self._parts.put(self._store, key, "full", own)
         return finish_snapshot(self._store, key, part, assets=self._assets, parent=self._parent, evaluation=evaluation)
 
     def _upload_adapter(
