@@ -90,9 +90,9 @@ def published(store: ObjectStore, tensors: Weights, made: EncodedDelta | None, v
 def applied(old: Weights, made: EncodedDelta) -> float:
     """Seconds of one core to make the new weights in new memory and to hash them."""
     started = time.perf_counter()
-    for entry in made.tensors:
+    for entry in made.part.tensors:
         target = bytearray(tensor_bytes(old[entry.name]).data)
-        delta.apply(target, tensor_bytes(made.blobs[entry.name]).data, old[entry.name].itemsize)
+        delta.apply(target, tensor_bytes(made.part.blobs[entry.name]).data, old[entry.name].itemsize)
         assert xxh3_128(target) == entry.hash
     return time.perf_counter() - started
 

@@ -22,13 +22,14 @@ from tba.contracts.config import LoRA, RunConfig
 from tba.contracts.errors import LeftAlone, UserError
 from tba.contracts.records import Lineage
 from tba.stop import stop_signals
+from tba.store import ObjectStore
 from tba.trainer.adapted import make_policy
 from tba.trainer.checkpoint import TrainerState
 from tba.trainer.learner import Learner, new_rows
 from tba.trainer.node import Node
 from tba.trainer.nodelink import Hello
 from tba.trainer.nodes import Nodes
-from tba.trainer.rank import order_build, serve
+from tba.trainer.rank import Bucket, order_build, serve
 from tba.trainer.rankprocesses import join_as_child
 from tba.trainer.sharded_adapted import make_sharded_policy
 from tba.trainer.team import Team
@@ -239,6 +240,10 @@ def refuse(make: Callable[[RunConfig], Learner]) -> None:
         raise SystemExit(error.exit_code) from error
 
 
+def _no_bucket(bucket: Bucket) -> ObjectStore:
+    raise UserError(f"these runs publish nothing, got {bucket}")
+
+
 def serve_told() -> None:
     """As a rank other than 0: with its exit code, and saying whether it has left."""
 
@@ -249,7 +254,7 @@ def serve_told() -> None:
         return bloom()
 
     try:
-        serve(join_as_child(), build=build)
+        serve(join_as_child(), _no_bucket, build=build)
     except UserError as error:
         raise SystemExit(error.exit_code) from error
     print("rank stayed" if torch.distributed.is_initialized() else "rank left", file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ from support.processes import cluster, job_for
 
 from tba.contracts.keys import CheckpointKey
 from tba.contracts.records import RunState
+from tba.snapshots import fetch_manifest
 
 
 def test_a_run_of_two_ranks_goes_on_after_a_killed_rank_and_after_sigterm_and_completes_with_one(tmp_path):
@@ -17,6 +18,8 @@ def test_a_run_of_two_ranks_goes_on_after_a_killed_rank_and_after_sigterm_and_co
         searcher = run.searcher()
         first = run.trainer(TBA_TRAINER_RANKS="2")
         run.wait_for(lambda latest: latest.checkpoint is not None and CheckpointKey.parse(latest.checkpoint).step >= 5)
+        manifest = fetch_manifest(run.store, str(run.latest().manifest))
+        assert {file.name.split("-")[1] for file in manifest.files} == {"rank00000", "rank00001"}
         (rank,) = children_of(first.pid)
         os.kill(rank, signal.SIGKILL)
         assert first.wait(30) == 1, run.tail()

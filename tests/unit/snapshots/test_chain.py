@@ -85,8 +85,8 @@ def test_weights_in_another_order_of_memory_are_encoded_in_row_order():
     made = encode_delta(chain.bases[0], strided, max_bytes=float("inf"))
     plain = encode_delta(chain.bases[0], moving_weights(1), max_bytes=float("inf"))
     assert made is not None and plain is not None
-    assert made.tensors == plain.tensors
-    assert all(torch.equal(blob, plain.blobs[name]) for name, blob in made.blobs.items())
+    assert made.part.tensors == plain.part.tensors
+    assert all(torch.equal(blob, plain.part.blobs[name]) for name, blob in made.part.blobs.items())
 
 
 @pytest.mark.parametrize("point", ["snapshot.after_data", "snapshot.before_manifest"])

@@ -93,8 +93,9 @@ class AdaptedPolicy:
         del step, epoch
         return False
 
-    def stage(self) -> dict[str, Tensor]:
+    def stage(self, owners: Sequence[int] = (0,)) -> dict[str, Tensor]:
         """Host copies of the whole weights with the adapter merged in, in the published dtype."""
+        del owners  # there is one process
         own = {name: tensor.to("cpu", copy=True) for name, tensor in self._base().items()}
         return merged(own, self.master_state(), scale=self._scale)
 

@@ -124,6 +124,7 @@ class Trainer:
             delta=lambda: live().sync.delta if ready.record.config.model.lora is None else Delta(enabled=False),
             give_up_seconds=give_up,
             on_published=self._after_publish,
+            parts=ready.parts,
         )
         self._evaluations = Evaluations(
             self._store,
@@ -314,7 +315,8 @@ class Trainer:
         with self._phases.piece("stage"):
             adapter = self._adapter()
             policy = self._learner.policy
-            tensors = policy.stage() if adapter is None else policy.master_state()
+            owners = (0,) if self._ready.parts is None else self._ready.parts.owners
+            tensors = policy.stage(owners) if adapter is None else policy.master_state()
         staged = self._phases.seconds("stage") - before
         telemetry.SYNC_SECONDS.labels("stage").observe(staged)
         self._publisher.publish(

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -20,14 +20,16 @@ from tba.interpreter import favour_the_loop
 from tba.live import LiveSettings
 from tba.log import RUN_FINISHED, SIGNAL_RECEIVED, configure, log
 from tba.relocation import following
+from tba.run_store import open_run_store
 from tba.stop import StopFlag, stop_signals
+from tba.store import ObjectStore
 from tba.trainer.colocated import Colocated, command
 from tba.trainer.loop import Terminated, Trainer
 from tba.trainer.node import Node
 from tba.trainer.nodelink import Hello
 from tba.trainer.nodes import Nodes
 from tba.trainer.progress import Tracker
-from tba.trainer.rank import serve
+from tba.trainer.rank import Bucket, serve
 from tba.trainer.rankprocesses import device_of, join_as_child, lacking_gpus, own_rank, torchrun_size
 from tba.trainer.ranks import Ranks, join
 from tba.trainer.startup import AlreadyComplete, prepare
@@ -81,7 +83,8 @@ def run_trainer(options: TrainerOptions) -> int:
     run = read_run_file(options.config_dir)
     if rank := own_rank(os.environ):
         configure(role=f"trainer-rank-{rank}", run=run.name, file=options.log_file)
-        serve(join_as_child())
+        with ExitStack() as stack:
+            serve(join_as_child(), lambda bucket: stack.enter_context(_bucket(options.config_dir, bucket)))
         return 0
     if options.node_rank:
         configure(role=f"trainer-node-{options.node_rank}", run=run.name, file=options.log_file)
@@ -130,6 +133,15 @@ def run_trainer(options: TrainerOptions) -> int:
             log.info(SIGNAL_RECEIVED, detail="asked to end: stopped between two steps")
             return TERMINATED_EXIT
     return 0
+
+
+@contextmanager
+def _bucket(config_dir: Path, bucket: Bucket) -> Iterator[ObjectStore]:
+    """As another rank: by the same settings as rank 0, also when they change. Raises: UserError."""
+    live = LiveSettings(config_dir)
+    store = open_run_store(live().storage, bucket.uri)
+    with following(store, lambda: live().storage, run_id=lambda: bucket.run_id):
+        yield store
 
 
 @contextmanager

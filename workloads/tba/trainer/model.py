@@ -108,8 +108,9 @@ class Policy:
         self.reference_policy = PolicyId(epoch, step)
         return True
 
-    def stage(self) -> dict[str, Tensor]:
+    def stage(self, owners: Sequence[int] = (0,)) -> dict[str, Tensor]:
         """Host copies of the weights that compute, which are the published ones; apart from them from now on."""
+        del owners  # there is one process
         on_gpu = self.device.type == "cuda"
         staged: dict[str, Tensor] = {}
         for name, tensor in weight_tensors(self.working.model).items():

@@ -4,6 +4,8 @@
 loop thread        stage (copy to host, cast) ──► next step
 background thread          └► delta? (encoded by a pool of threads) ► data objects ► manifest ► CAS of latest: commit
 ```
+With several ranks each stages, encodes and uploads its own part, beside its own training (`parts`, `uploader`); what
+is here is rank 0's. See docs/decisions/0030-sharded-upload.md.
 
 Deltas form a chain: each builds on the snapshot before it, so that a searcher that follows reads the least there is. A
 late joiner reads the anchor and less than `sync.delta.anchorEvery` deltas, however long the run is. Host memory: the
@@ -14,6 +16,7 @@ See docs/decisions/0020-delta-snapshots.md.
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -25,12 +28,25 @@ from tba.contracts.keys import WeightsKey, new_nonce
 from tba.contracts.records import EvalRequest, Latest, SnapshotManifest
 from tba.log import SNAPSHOT_PUBLISHED, SNAPSHOT_REJECTED, log
 from tba.protocol.latest import published
-from tba.snapshots.encode import Base, EncodedDelta, encode_delta
+from tba.snapshots.encode import Base, EncodedDelta, encode_delta, full_bytes
 from tba.snapshots.manifest import Link, fetch_manifest
-from tba.snapshots.publish import publish_adapter, publish_delta, publish_snapshot
+from tba.snapshots.publish import (
+    DELTA,
+    FULL,
+    MAX_FILE_BYTES,
+    finish_delta,
+    finish_snapshot,
+    part_stem,
+    publish_adapter,
+    publish_delta,
+    publish_snapshot,
+    put_encoded,
+    put_tensors,
+)
 from tba.store import ObjectStore
 from tba.trainer.background import Background
 from tba.trainer.committer import Committer
+from tba.trainer.parts import Parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +79,15 @@ class Publisher:
         delta: Callable[[], Delta],
         give_up_seconds: float,
         on_published: Callable[[Published], None],
+        parts: Parts | None = None,
     ) -> None:
+        """`parts`: the other ranks that upload, where several hold the weights; null: all are in this process."""
         self._store = store
         self._committer = committer
         self._assets = assets
         self._delta = delta
         self._on_published = on_published
+        self._parts = parts
         self._parent: str | None = None
         self._base: Base | None = None
         self._adapted: Link | None = None
@@ -86,7 +105,7 @@ class Publisher:
     ) -> float:
         """Start publishing host tensors, which nobody may change from now on; returns seconds waited for the last.
 
-        `adapter`: they are this one's alone.
+        They are this process's part where others have theirs. `adapter`: they are this one's alone, and all are here.
         Raises: Fenced, StoreUnavailable: of the previous publish.
         """
         encoded: dict[str, EncodedDelta | None] = {}  # by base: a try after a broken one has it already
@@ -115,6 +134,8 @@ class Publisher:
             self._parent = key.path
             follows = self._delta().enabled and adapter is None
             self._base = Base(key.path, manifest, tensors) if follows else None
+            if self._parts is not None and adapter is None:
+                self._parts.settle(key.path if follows else None)
             log.info(
                 SNAPSHOT_PUBLISHED,
                 policy_version=version,
@@ -137,13 +158,31 @@ class Publisher:
         settings, base = self._delta(), self._base
         if base is not None and may_follow(base.key, base.manifest, settings, key.epoch, self._committer.latest):
             if base.key not in encoded:
-                encoded[base.key] = _encode(base, tensors, settings)
+                encoded[base.key] = _encode(base, tensors, settings, self._parts)
             delta = encoded[base.key]
             if delta is not None:
-                return publish_delta(self._store, key, delta, parent=self._parent, evaluation=evaluation)
-        return publish_snapshot(
-            self._store, key, tensors, assets=self._assets, parent=self._parent, evaluation=evaluation
-        )
+                return self._upload_delta(key, delta, evaluation)
+        return self._upload_full(key, tensors, evaluation)
+
+    def _upload_delta(self, key: WeightsKey, delta: EncodedDelta, evaluation: EvalRequest | None) -> SnapshotManifest:
+        if self._parts is None:
+            return publish_delta(self._store, key, delta, parent=self._parent, evaluation=evaluation)
+        stem = part_stem(DELTA, 0)
+        own = partial(put_encoded, self._store, key, delta.part, stem=stem, max_file_bytes=MAX_FILE_BYTES)
+        part = self._parts.put(self._store, key, "delta", own)
+        return finish_delta(self._store, key, delta, part, parent=self._parent, evaluation=evaluation)
+
+    def _upload_full(
+        self, key: WeightsKey, tensors: Mapping[str, Tensor], evaluation: EvalRequest | None
+    ) -> SnapshotManifest:
+        if self._parts is None:
+            return publish_snapshot(
+                self._store, key, tensors, assets=self._assets, parent=self._parent, evaluation=evaluation
+            )
+        stem = part_stem(FULL, 0)
+        own = partial(put_tensors, self._store, key, tensors, stem=stem, max_file_bytes=MAX_FILE_BYTES)
+        part = self._parts.put(self._store, key, "full", own)
+        return finish_snapshot(self._store, key, part, assets=self._assets, parent=self._parent, evaluation=evaluation)
 
     def _upload_adapter(
         self, key: WeightsKey, tensors: Mapping[str, Tensor], adapter: AdapterOf, evaluation: EvalRequest | None
@@ -169,12 +208,13 @@ class Publisher:
         return self._committer.commit(transition)
 
 
-def _encode(base: Base, tensors: Mapping[str, Tensor], settings: Delta) -> EncodedDelta | None:
-    """None: publish in full."""
+def _encode(base: Base, tensors: Mapping[str, Tensor], settings: Delta, parts: Parts | None) -> EncodedDelta | None:
+    """What this process holds of the difference; None: publish in full, for all."""
     started = time.monotonic()
-    limit = settings.max_ratio * sum(t.nbytes for t in tensors.values())
+    limit = settings.max_ratio * full_bytes(base.manifest.tensors)  # all parts together
+    own = partial(encode_delta, base, tensors, max_bytes=limit)
     try:
-        return encode_delta(base, tensors, max_bytes=limit)
+        return own() if parts is None else parts.encode(base.key, own, max_bytes=limit)
     except CorruptObject as error:
         log.error(SNAPSHOT_REJECTED, key=base.key, error=str(error))
         return None

@@ -1,9 +1,11 @@
 """A rank other than 0: computes its share of each step and keeps its shards of weights and moments.
 
-It has no store, no buffer and no random numbers: all that it needs comes from rank 0 (`ranks`).
+It has no buffer and no random numbers, and reads nothing: all it needs comes from rank 0 (`ranks`). Into the bucket
+it writes the data objects of its part of each snapshot (`uploader`), and nothing else.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -11,18 +13,37 @@ import torch
 from torch import nn
 
 from tba.contracts.config import Model, Objective, TrainerSettings
+from tba.contracts.errors import StoreUnavailable, UserError
+from tba.log import UPLOAD_DELEGATED, log
 from tba.models import build_model
 from tba.objectives import lookup
+from tba.run_record import find_run_record
+from tba.store import ObjectStore
 from tba.trainer.batchrows import BatchRows
 from tba.trainer.collate import Collator
 from tba.trainer.gradient import BatchGradient
 from tba.trainer.optim import Optimizer
+from tba.trainer.parts import Parts
 from tba.trainer.ranks import Order, Ranks
 from tba.trainer.sharded_adapted import make_sharded_policy
 from tba.trainer.stopwatch import Stopwatch
+from tba.trainer.uploader import Uploader
 
 BuildModel = Callable[[Mapping[str, bytes], bool], nn.Module]
 """(assets, whether to trust their code) -> an unfilled float32 model in host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Where the run's objects are."""
+
+    uri: str
+    run_id: str
+    """Of its run.json, by which a rank sees that it has found them."""
+
+
+OpenBucket = Callable[[Bucket], ObjectStore]
+"""Raises: UserError if there is no way to it from here."""
 
 
 def from_assets(assets: Mapping[str, bytes], trust_remote_code: bool) -> nn.Module:
@@ -30,12 +51,12 @@ def from_assets(assets: Mapping[str, bytes], trust_remote_code: bool) -> nn.Modu
     return build_model(assets, dtype=torch.float32, device="cpu", trust_remote_code=trust_remote_code)[0]
 
 
-def serve(ranks: Ranks, *, build: BuildModel = from_assets) -> None:
+def serve(ranks: Ranks, open_bucket: OpenBucket, *, build: BuildModel = from_assets) -> None:
     """Obey rank 0 until it ends, and leave. Raises: RuntimeError if it, or another rank, has gone."""
     rank: Rank | None = None
     while (order := ranks.next_order()).kind != "end":
         if order.kind == "build":
-            rank = Rank(order, ranks, build)
+            rank = Rank(order, ranks, open_bucket, build)
         elif rank is None:
             raise RuntimeError(f"rank 0 ordered {order.kind!r} before a model was built")
         else:
@@ -46,7 +67,7 @@ def serve(ranks: Ranks, *, build: BuildModel = from_assets) -> None:
 class Rank:
     """Policy and optimizer of one rank, as far as they are its own."""
 
-    def __init__(self, order: Order, ranks: Ranks, build: BuildModel) -> None:
+    def __init__(self, order: Order, ranks: Ranks, open_bucket: OpenBucket, build: BuildModel) -> None:
         """`order`: to build."""
         self._ranks = ranks
         config = Model.model_validate(order.facts["model"])
@@ -63,13 +84,16 @@ class Rank:
         self._optimizer = Optimizer(trained, self._objective, lora=config.lora is not None)
         self._rows = BatchRows()
         self._collator = Collator(self._rows, self._policy)
+        self._uploader = None
+        if order.facts["bucket"] is not None:
+            self._uploader = _uploader(Bucket(**order.facts["bucket"]), ranks, open_bucket)
 
     def obey(self, order: Order) -> None:
         """Do what rank 0 does now. Raises: FloatingPointError, UserError where rank 0 raises them too."""
         if order.kind == "step":
             self._step(order)
         elif order.kind == "stage":
-            self._policy.stage()
+            self._stage(order.facts["owners"])
         elif order.kind == "state":
             self._policy.master_state()
             self._policy.reference_state()
@@ -79,6 +103,14 @@ class Rank:
             self._optimizer.restore(self._ranks.stream(None), order.facts["grad_norms"])
         else:
             raise RuntimeError(f"rank 0 ordered {order.kind!r}, which this rank does not know")
+
+    def _stage(self, owners: Sequence[int]) -> None:
+        uploader = self._uploader if self._ranks.rank in owners else None
+        if uploader is not None:
+            uploader.join()  # what it held of the publish before the last is gone before more is staged
+        staged = self._policy.stage(owners)
+        if uploader is not None:
+            uploader.start(staged)
 
     def _step(self, order: Order) -> None:
         facts = order.facts
@@ -102,15 +134,47 @@ class Rank:
         self._policy.after_step(facts["step"], facts["epoch"])
 
 
-def order_build(ranks: Ranks, model: Model, objective: Objective, assets: Mapping[str, bytes]) -> None:
-    """Have the other ranks build the model that `assets` describe: rank 0 makes its policy next."""
+def order_build(
+    ranks: Ranks, model: Model, objective: Objective, assets: Mapping[str, bytes], bucket: Bucket | None = None
+) -> None:
+    """Have the other ranks build the model that `assets` describe: rank 0 makes its policy next.
+
+    `bucket`: to which each uploads its part of snapshots, `upload_parts` next; null: rank 0 alone does.
+    """
     arrays = {name: np.array(bytearray(data), np.uint8) for name, data in assets.items()}
-    ranks.order("build", {"model": _json(model), "objective": _json(objective)}, arrays)
+    facts = {
+        "model": _json(model),
+        "objective": _json(objective),
+        "bucket": None if bucket is None else asdict(bucket),
+    }
+    ranks.order("build", facts, arrays)
+
+
+def upload_parts(ranks: Ranks) -> Parts | None:
+    """As rank 0, after making its policy of an `order_build` with a bucket: who has found that; None if nobody has."""
+    others = [rank for rank in ranks.who(True) if rank != 0]
+    return Parts({rank: ranks.channel(rank) for rank in others}) if others else None
 
 
 def step_facts(settings: TrainerSettings, *, beta: float, step: int, epoch: int) -> dict[str, Any]:
     """Facts of the order to take optimizer step `step`; its arrays are those of `batchrows.pack_batch`."""
     return {"settings": _json(settings), "beta": beta, "step": step, "epoch": epoch}
+
+
+def _uploader(bucket: Bucket, ranks: Ranks, open_bucket: OpenBucket) -> Uploader | None:
+    """None if this rank does not reach the bucket: its share is dealt to others. All ranks but 0 at once."""
+    store, problem = None, ""
+    try:
+        store = open_bucket(bucket)
+        record = find_run_record(store)
+        if record is None or record.run_id != bucket.run_id:
+            problem = f"{bucket.uri} holds another run here, or none: its directory is not shared with rank 0's host"
+    except (UserError, StoreUnavailable) as error:
+        problem = str(error)
+    if problem:
+        log.warning(UPLOAD_DELEGATED, rank=ranks.rank, reason=problem)
+    ranks.who(not problem)
+    return None if problem or store is None else Uploader(store, ranks.channel(0), rank=ranks.rank)
 
 
 def _json(contract: Model | Objective | TrainerSettings) -> dict[str, Any]:

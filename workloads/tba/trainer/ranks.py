@@ -3,6 +3,7 @@
 ```
 rank 0, the trainer ── order (gloo: waits as long as it takes) ──► ranks 1 ...: do the same now
 all ranks ◄────────── collectives of that order (NCCL or gloo), in the same sequence everywhere ──────────►
+rank 0, publish thread ◄── messages through torch's store, beside all that (`channel`) ──► those of other ranks
 ```
 A rank that ends breaks the connections of the others: their next order or collective raises.
 """
@@ -17,10 +18,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from tba.snapshots.beside import Beside
+from tba.trainer.channel import Channel
 
 OrderKind = Literal["build", "step", "stage", "state", "restore", "end"]
 
@@ -66,11 +69,12 @@ class Order:
 class Ranks:
     """This process among `size` ranks. For one thread: collectives have an order."""
 
-    def __init__(self, rank: int, size: int, device: torch.device) -> None:
-        """After `torch.distributed.init_process_group`; all ranks at once."""
+    def __init__(self, rank: int, size: int, device: torch.device, store: Store) -> None:
+        """After `torch.distributed.init_process_group` at `store`; all ranks at once."""
         self.rank = rank
         self.size = size
         self.device = device
+        self._store: Any = store
         self.mesh: DeviceMesh = init_device_mesh(device.type, (size,))
         self._orders: Any = dist.new_group(backend="gloo", timeout=timedelta(days=ORDER_DAYS))
 
@@ -96,6 +100,20 @@ class Ranks:
     def sum(self, tensor: Tensor) -> None:
         """Sum over ranks, in place. On a GPU the host does not wait."""
         dist.all_reduce(tensor)
+
+    def who(self, mine: bool) -> list[int]:
+        """The ranks of which something is true, on all ranks; `mine`: whether it is of this one."""
+        flags = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        flags[self.rank] = int(mine)
+        self.sum(flags)
+        return flags.nonzero().flatten().tolist()
+
+    def channel(self, other: int) -> Channel:
+        """To a thread of `other`, which asks for the one to this rank; rank 0 is one end of each.
+
+        A client of its own: one that waits would hold up the process group's requests.
+        """
+        return Channel(self._store.clone(), own=f"rank{self.rank}", other=f"rank{other}")
 
     def say(self, text: str = "") -> str:
         """`text` of rank 0, on all ranks."""
@@ -145,8 +163,6 @@ def join(rank: int, size: int, device: torch.device, store: TCPStore | None = No
     """Meet the other ranks at `store`, or where torchrun's environment variables say."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=COLLECTIVE_SECONDS)
-    if store is None:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    return Ranks(rank, size, device)
+    meeting = store if store is not None else next(rendezvous("env://", timeout=timeout))[0]
+    dist.init_process_group(backend, store=meeting, rank=rank, world_size=size, timeout=timeout)
+    return Ranks(rank, size, device, meeting)

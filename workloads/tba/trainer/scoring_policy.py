@@ -60,8 +60,8 @@ class ScoringPolicy(Protocol):
         """Compute with the new weights; True if the reference has changed."""
         ...
 
-    def stage(self) -> dict[str, Tensor]:
-        """Host copies in the published dtype."""
+    def stage(self, owners: Sequence[int] = (0,)) -> dict[str, Tensor]:
+        """Host copies in the published dtype: of the share of this rank of `owners`, among which all are dealt out."""
         ...
 
     def master_state(self) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from tba.trainer.memory import ActivationMemory, local
 from tba.trainer.model import DTYPES
 from tba.trainer.ranks import Ranks
 from tba.trainer.scoring_policy import require_agreement, round_as_published
-from tba.trainer.sharding import agreed_choice, fill, gather, refuse_alone, shard
+from tba.trainer.sharding import agreed_choice, fill, gather, refuse_alone, shard, share
 
 
 class ShardedPolicy:
@@ -105,15 +105,14 @@ class ShardedPolicy:
         self.reference_policy = PolicyId(epoch, step)
         return True
 
-    def stage(self) -> dict[str, Tensor]:
-        """Host copies, parameters in the published dtype; empty on other ranks than 0."""
-        self._ranks.order("stage")
+    def stage(self, owners: Sequence[int] = (0,)) -> dict[str, Tensor]:
+        """Host copies of this rank's share, parameters in the published dtype; empty on ranks without one."""
+        self._ranks.order("stage", {"owners": list(owners)})
+        tensors = weight_tensors(self.model)
         parameters = {name for name, _ in self.model.named_parameters()}
-        published = (
-            (name, tensor.to(self.publish_dtype) if name in parameters else tensor)
-            for name, tensor in weight_tensors(self.model).items()
-        )
-        return gather(published, self._ranks)
+        dtypes = {name: self.publish_dtype if name in parameters else t.dtype for name, t in tensors.items()}
+        published = ((name, tensor.to(dtypes[name])) for name, tensor in tensors.items())
+        return gather(published, self._ranks, share(tensors, dtypes, owners))
 
     def master_state(self) -> dict[str, Tensor]:
         """float32 host copies for a checkpoint; empty on other ranks than 0."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tba.contracts.config import Model, Reference, TrainerSettings
 from tba.contracts.records import PolicyId
-from tba.lora import attach, merged, recording_calls, refuse_uncalled, scale_of
+from tba.lora import A, B, attach, merged, recording_calls, refuse_uncalled, scale_of
 from tba.models import require_fit, weight_tensors
 from tba.scoring import Rows
 from tba.trainer.memory import ActivationMemory
@@ -21,7 +21,7 @@ from tba.trainer.model import DTYPES
 from tba.trainer.ranks import Ranks
 from tba.trainer.scoring_policy import require_agreement
 from tba.trainer.sharded import ShardedPolicy
-from tba.trainer.sharding import agreed_choice, fill, gather, refuse_alone, shard
+from tba.trainer.sharding import agreed_choice, fill, gather, refuse_alone, shard, share
 from tba.trainer.working import cast_parameters
 
 
@@ -104,11 +104,20 @@ class ShardedAdaptedPolicy:
         del step, epoch
         return False
 
-    def stage(self) -> dict[str, Tensor]:
-        """Host copies of the whole weights with the adapter merged in; empty on other ranks than 0."""
-        self._ranks.order("stage")
-        base = gather(self._base().items(), self._ranks)
-        return merged(base, self.master_state(), scale=self._scale) if self._ranks.leads else {}
+    def stage(self, owners: Sequence[int] = (0,)) -> dict[str, Tensor]:
+        """Host copies of this rank's share of the weights with the adapter merged in; empty on ranks without one.
+
+        Each rank has the whole adapter.
+        """
+        self._ranks.order("stage", {"owners": list(owners)})
+        whole = self._base()
+        base = gather(whole.items(), self._ranks, share(whole, {n: t.dtype for n, t in whole.items()}, owners))
+        adapter = {
+            name: tensor.detach().to("cpu")
+            for name, tensor in self.adapter.tensors().items()
+            if f"{name.removesuffix(A).removesuffix(B)}.weight" in base
+        }
+        return merged(base, adapter, scale=self._scale) if adapter else base
 
     def master_state(self) -> dict[str, Tensor]:
         """Host copies of the adapter, float32; empty on other ranks than 0, which hold the same."""

@@ -7,7 +7,8 @@ shards ─ cast ─ gather ─► layer (working dtype) ─► forward, backward
 
 import copy
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -21,6 +22,7 @@ from tba.scoring import Layout, Rows, Scorer
 from tba.trainer.memory import activation_bytes, layers_of, local
 from tba.trainer.optim import shard_like
 from tba.trainer.ranks import Ranks
+from tba.trainer.shares import assign
 from tba.trainer.working import cast_parameters
 
 
@@ -82,14 +84,21 @@ def fill(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor] | None, ranks:
 
 
 @torch.no_grad()
-def gather(tensors: Iterable[tuple[str, Tensor]], ranks: Ranks) -> dict[str, Tensor]:
-    """Host copies, one tensor at a time; empty on other ranks than 0."""
+def gather(
+    tensors: Iterable[tuple[str, Tensor]], ranks: Ranks, owners: Mapping[str, int] | None = None
+) -> dict[str, Tensor]:
+    """Host copies of this rank's, one tensor at a time. `owners`: rank by name; null: rank 0 has all."""
     gathered: dict[str, Tensor] = {}
     for name, tensor in tensors:
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if ranks.leads:
+        if ranks.rank == (0 if owners is None else owners[name]):
             gathered[name] = whole.detach().to("cpu", copy=True)
     return gathered
+
+
+def share(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], owners: Sequence[int]) -> dict[str, int]:
+    """Which of `owners` stages which of `tensors`, in `dtypes`: the same on all ranks, however they are sharded."""
+    return assign({name: math.prod(t.shape) * dtypes[name].itemsize for name, t in tensors.items()}, owners)
 
 
 def refuse_alone(settings: TrainerSettings, ranks: Ranks) -> None:

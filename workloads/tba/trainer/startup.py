@@ -45,7 +45,8 @@ from tba.trainer.fork import load_fork
 from tba.trainer.ingest import Binding
 from tba.trainer.learner import Learner
 from tba.trainer.model import DTYPES
-from tba.trainer.rank import order_build
+from tba.trainer.parts import Parts
+from tba.trainer.rank import Bucket, order_build, upload_parts
 from tba.trainer.ranks import Ranks
 from tba.trainer.reread import LostShard, ShardReader
 from tba.trainer.scoring_policy import ScoringPolicy
@@ -74,6 +75,8 @@ class Ready:
     facts: LoopFacts = LoopFacts(version0=None)
     lost: list[LostShard] = field(default_factory=list)
     """Shards that the restored buffer should hold rows of, and that can be read no more."""
+    parts: Parts | None = None
+    """The other ranks that upload a part of each snapshot; null: this process uploads all."""
 
 
 class AlreadyComplete(Exception):
@@ -148,7 +151,7 @@ def _begin(
             f"{_source(run)} gave revision {begun.revision}, this run began with {record.model_revision}: "
             "restore it, or delete the run with `tba storage delete`"
         )
-    learner = _learner(begun.model, record, begun.assets, ranks)
+    learner, parts = _learner(store, begun.model, record, begun.assets, ranks)
     return Ready(
         store=store,
         record=record,
@@ -160,6 +163,7 @@ def _begin(
         prompts=prompts,
         fresh=True,
         eval_request=_eval_request(store, record),
+        parts=parts,
     )
 
 
@@ -179,7 +183,7 @@ def _resume(
     )
     load_weights(model, version0.tensors)
     book = Bookkeeping.restored(manifest, key, committer.epoch)
-    learner = _learner(model, record, version0.assets, ranks)
+    learner, parts = _learner(store, model, record, version0.assets, ranks)
     reader = ShardReader(store, binding(record, prompts, model), state.facts["shard_paths"], book.lineage)
     missing = learner.restore(state, book.step, reader)
     return Ready(
@@ -195,6 +199,7 @@ def _resume(
         eval_request=_eval_request(store, record),
         facts=facts,
         lost=reader.lost(missing),
+        parts=parts,
     )
 
 
@@ -204,9 +209,12 @@ def binding(record: RunRecord, prompts: PromptSet, model: torch.nn.Module) -> Bi
     return Binding(record.run_id, len(prompts), int(vocabulary), record.config.model.max_model_len, prompts)
 
 
-def _learner(model: torch.nn.Module, record: RunRecord, assets: Mapping[str, bytes], ranks: Ranks | None) -> Learner:
+def _learner(
+    store: ObjectStore, model: torch.nn.Module, record: RunRecord, assets: Mapping[str, bytes], ranks: Ranks | None
+) -> tuple[Learner, Parts | None]:
     config, objective = record.config, record.config.objective
     policy: ScoringPolicy
+    parts: Parts | None = None
     if ranks is None:
         if config.model.lora is not None:
             cast_parameters(model, DTYPES[config.model.dtype])
@@ -217,7 +225,7 @@ def _learner(model: torch.nn.Module, record: RunRecord, assets: Mapping[str, byt
             temperature=objective.temperature,
         )
     else:
-        order_build(ranks, config.model, objective, assets)
+        order_build(ranks, config.model, objective, assets, Bucket(store.uri, record.run_id))
         policy = make_sharded_policy(
             model,
             config=config.model,
@@ -225,9 +233,10 @@ def _learner(model: torch.nn.Module, record: RunRecord, assets: Mapping[str, byt
             temperature=objective.temperature,
             ranks=ranks,
         )
+        parts = upload_parts(ranks)
     scorer = policy.scorer
     log.info(SCORER_CHOSEN, layout=scorer.layout, dtype=config.model.dtype, refused=scorer.refused)
-    return Learner(policy, config, ranks)
+    return Learner(policy, config, ranks), parts
 
 
 def _device() -> torch.device:

@@ -1,0 +1,49 @@
+"""Messages between a thread of rank 0 and one of another rank, in order, beside the collectives of the main threads.
+
+```
+rank 0, a thread ◄── text, numbered, under keys of torch's store (which rank 0 serves, or torchrun) ──► another's
+```
+A collective has one order for all ranks, which threads beside the training loop cannot keep: the store has none.
+"""
+
+from datetime import timedelta
+
+from torch.distributed import DistStoreError, Store  # pyright: ignore[reportPrivateImportUsage]
+
+WAIT_SECONDS = 3600.0
+"""One request to the store waits so long; the store's own limit is an int of milliseconds."""
+
+
+class Channel:
+    """One end. For one thread at a time, which alone may wait on `store`: a client answers one request at a time."""
+
+    def __init__(self, store: Store, *, own: str, other: str, wait_seconds: float = WAIT_SECONDS) -> None:
+        """`own`, `other`: names of the two ends, the other way round there. `wait_seconds`: of one request."""
+        self._store = store
+        self._wait_seconds = wait_seconds
+        self._out, self._in = f"{own}>{other}", f"{other}>{own}"
+        self._sent = self._received = 0
+
+    def send(self, text: str) -> None:
+        """Raises: torch's DistNetworkError if the store has gone, and rank 0 with it."""
+        self._store.set(f"{self._out}/{self._sent}", text)
+        self._sent += 1
+
+    def receive(self, seconds: float | None = None) -> str:
+        """The next message; without `seconds` however long it takes.
+
+        Raises: TimeoutError; torch's DistNetworkError if the store has gone.
+        """
+        key, left = f"{self._in}/{self._received}", seconds
+        while True:
+            limit = self._wait_seconds if left is None else min(left, self._wait_seconds)
+            try:
+                self._store.wait([key], timedelta(seconds=limit))
+                break
+            except DistStoreError as error:  # it says no more than that the time is over
+                if left is not None and (left := left - limit) <= 0:
+                    raise TimeoutError(f"no message {self._in} within {seconds:.0f} s") from error
+        text = self._store.get(key).decode()
+        self._store.delete_key(key)
+        self._received += 1
+        return text
