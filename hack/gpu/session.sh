@@ -245,6 +245,16 @@ lag) # cells of the study of stale data, side by side on the first card: session
   TAIL=60 step 0 "$limit" "lag-$SECONDS" python3 tests/bench/gpu/bench_lag.py --start "$START" \
     --runs "$KEEP/gpu_lag.jsonl" -o "$KEEP/gpu_lag.json" "$@"
   ;;
+lags) # the same on all cards, a seed on each: session.sh lags LIMIT ARGUMENTS...
+  limit=${2:?limit}
+  shift 2
+  [ -e "$KEEP/gpu_lag.jsonl" ] || cp docs/results/gpu_lag.jsonl "$KEEP/" 2>/dev/null
+  for ((card = 0; card < $(nvidia-smi -L | wc -l); card++)); do
+    step "$card" "$limit" "lag-$card-$SECONDS" python3 tests/bench/gpu/bench_lag.py --start "$START" --gpu "$card" \
+      --seeds "$card" --runs "$KEEP/gpu_lag.jsonl" -o "$PARTS/gpu_lag.$card.json" "$@" &
+  done
+  wait
+  ;;
 count) # anything else: session.sh count CARDS LIMIT ARGUMENTS...
   shift
   count "$@"

@@ -26,7 +26,7 @@ _REFINED: dict[tuple[str, str], dict[str, Any]] = {
         "type": "object",
         "properties": {
             "ratioAlpha": {
-                "description": "Power of the importance weight, policy over sampler; 0 or none: no weights.",
+                "description": "Power of the weight, policy over sampler (searchers tell it then); none: 0, no weights.",
                 "type": "number",
                 "format": "double",
                 "minimum": 0,

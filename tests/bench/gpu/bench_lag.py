@@ -1,18 +1,21 @@
-"""What stale data costs on `count`, in steps: the synchronous loop with every batch used exactly LAG steps late.
+"""What stale data costs, in steps: the synchronous loop with every batch used exactly LAG steps late.
 
     cell 0                     the loop as it is
     cell 4                     every batch four steps old
     cell 8:baselineShift=0.1,objective.beta=0.02      parameters of the objective, or any path
 
-Asynchronous runs of bench_count.py (arms 5 to 7) stand beside them: their lag is whatever it was.
+    --task count         a 135 M model on a GPU; asynchronous runs of bench_count.py stand beside
+    --task arithmetic    the laptop example's 0.8 M model on a CPU, twenty seconds a run
 
 Cells run side by side on one card, which slows them and changes nothing of what is reported: steps, not seconds.
 
 PYTHONPATH=workloads:tests python tests/bench/gpu/bench_lag.py --start FOLDER --cells 0 4 4:baselineShift=0.1
+PYTHONPATH=workloads:tests python tests/bench/gpu/bench_lag.py --task arithmetic --start examples/arithmetic/build ...
 PYTHONPATH=workloads:tests python tests/bench/gpu/bench_lag.py --rehearse     (a minute, on a CPU)
 PYTHONPATH=workloads:tests python tests/bench/gpu/bench_lag.py --table        (rows from the runs so far)
 
-Runs are appended to docs/results/gpu_lag.jsonl; one that is there is not repeated. Rows: docs/results/gpu_lag.json.
+Runs are appended to docs/results/gpu_lag.jsonl (arithmetic: staleness.jsonl); one that is there is not repeated. Rows:
+the same name with .json.
 """
 
 import argparse
@@ -28,14 +31,32 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from bench.gpu.bench_count import REHEARSAL, cards_of, job_settings
-from bench.gpu.count_runs import ASYNCHRONOUS, GRPO
+from bench.gpu.bench_count import REHEARSAL, cards_of, job_settings, start_of
+from bench.gpu.count_runs import ASYNCHRONOUS, GRPO, CountRun, append_row
 from bench.gpu.count_runs import read_runs as read_count_runs
 from bench.gpu.curves import THRESHOLDS, Point, eta, reach
 from bench.gpu.places import JOB, ROOT, tiny_start
 from bench.results import Row, machine, own_command, record, table, write
 
 RESULTS = ROOT / "docs" / "results"
+
+
+@dataclass(frozen=True, slots=True)
+class LagTask:
+    """What is learned."""
+
+    job: Path
+    results: str
+    """Name of its files in docs/results."""
+    thresholds: tuple[float, ...]
+    target: str
+    """Of eta."""
+
+
+TASKS = {
+    "count": LagTask(JOB, "gpu_lag", THRESHOLDS, ">= 0.77"),
+    "arithmetic": LagTask(ROOT / "examples" / "laptop.yaml", "staleness", (0.7, 0.8, 0.9), ">= 0.9"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +72,8 @@ class LagRun:
     machine: str
     date: str
     command: str
+    start: str = ""
+    """Digest of the weights that it began with, where the example writes one down; of the first sittings not taken."""
 
     @property
     def points(self) -> list[Point]:
@@ -61,7 +84,8 @@ class LagRun:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--start", type=Path, help="what examples/count/make_start.py made")
+    parser.add_argument("--task", choices=list(TASKS), default="count")
+    parser.add_argument("--start", type=Path, help="what the example's make_start.py or make_base.py made")
     parser.add_argument("--cells", nargs="+", default=["0", "4"], metavar="LAG[:NAME=VALUE,...]")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=60)
@@ -73,16 +97,19 @@ def main() -> None:
     parser.add_argument(
         "--set", action="append", default=[], dest="settings", metavar="PATH=VALUE", help="in all cells"
     )
-    parser.add_argument("--runs", type=Path, default=RESULTS / "gpu_lag.jsonl")
+    parser.add_argument("--runs", type=Path)
     parser.add_argument("--count-runs", type=Path, default=RESULTS / "gpu_count.jsonl", help="of bench_count.py")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU with a tiny model; writes nothing here")
     parser.add_argument("--table", action="store_true", help="only write the table")
-    parser.add_argument("-o", "--output", type=Path, default=RESULTS / "gpu_lag.json")
+    parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
-    options.task = "count"
+    task = TASKS[options.task]
+    options.runs = options.runs or RESULTS / f"{task.results}.jsonl"
+    options.output = options.output or RESULTS / f"{task.results}.json"
     with tempfile.TemporaryDirectory() as folder:
-        cache = [f"searcher.engine.extraArgs.kv_cache_memory_bytes={int(options.cache_gib * 2**30)}"]
-        options.settings = cache + options.settings
+        if options.task == "count":
+            cache = [f"searcher.engine.extraArgs.kv_cache_memory_bytes={int(options.cache_gib * 2**30)}"]
+            options.settings = cache + options.settings
         if options.rehearse:
             options.start = tiny_start(Path(folder) / "start")
             options.settings, options.steps, options.evaluate_every, options.gpu = REHEARSAL, 4, 2, ""
@@ -91,15 +118,17 @@ def main() -> None:
             if options.start is None:
                 parser.error("name --start")
             run_all(options, Path(folder))
-        rows = judge(read_runs(options.runs), asynchronous(options.count_runs))
+        others = asynchronous(options.count_runs) if options.task == "count" else []
+        rows = judge(read_runs(options.runs), others, task=task)
         print(table(rows))
         write(rows, options.output)
 
 
 def run_all(options: argparse.Namespace, folder: Path) -> None:
     """Every cell with every seed that is not there yet, some at a time."""
-    done = {(run.cell, run.seed) for run in read_runs(options.runs)}
-    waiting = [(c, s) for s in options.seeds for c in options.cells if (c, s) not in done]
+    begun = start_of(options.start) if options.task == "count" else ""
+    done = {(run.cell, run.seed, run.start) for run in read_runs(options.runs)}
+    waiting = [(c, s) for s in options.seeds for c in options.cells if (c, s, begun) not in done]
     running: list[tuple[str, int, Path, subprocess.Popen[bytes]]] = []
     try:
         while waiting or running:
@@ -109,7 +138,7 @@ def run_all(options: argparse.Namespace, folder: Path) -> None:
                 running.append((cell, seed, result, start(options, cell, seed, result)))
             for one in [r for r in running if r[3].poll() is not None]:
                 running.remove(one)
-                keep(options, *one[:3])
+                keep(options, *one[:3], begun)
             time.sleep(0.2)
     finally:
         for *_, child in running:
@@ -120,15 +149,31 @@ def run_all(options: argparse.Namespace, folder: Path) -> None:
 def start(options: argparse.Namespace, cell: str, seed: int, result: Path) -> subprocess.Popen[bytes]:
     """The loop of one cell, as a process."""
     lag, changes = parse_cell(cell)
-    argv = [sys.executable, "-m", "bench.gpu.arm_sync", "--job", str(JOB), "--result", str(result), "--lag", str(lag)]
+    argv = [sys.executable, "-m", "bench.gpu.arm_sync", "--job", str(TASKS[options.task].job)]
+    argv += ["--result", str(result), "--lag", str(lag)]
     argv += ["--seconds", str(options.seconds), "--max-steps", str(options.steps)]
     argv += ["--evaluate-every", str(options.evaluate_every)]
-    options.max_steps = options.steps
-    for setting in job_settings(options, 1, seed) + changes:
+    for setting in settings_of(options, seed) + changes:
         argv += ["--set", setting]
     print(f"== {cell}, seed {seed}: started", flush=True)
     log = result.with_suffix(".log").open("wb")
     return subprocess.Popen(argv, env={**os.environ, "CUDA_VISIBLE_DEVICES": options.gpu}, stdout=log, stderr=log)
+
+
+def settings_of(options: argparse.Namespace, seed: int) -> list[str]:
+    """Overrides of the task's job; what the user sets comes last and wins."""
+    options.max_steps = options.steps
+    if options.task == "count":
+        return job_settings(options, 1, seed)
+    folder = options.start.resolve()
+    return [
+        f"model.uri=file://{folder / 'base'}",
+        f"task.prompts.uri=file://{folder / 'train.jsonl'}",
+        f"task.evaluation.prompts.uri=file://{folder / 'test.jsonl'}",
+        f"objective.seed={seed}",
+        f"objective.totalSteps={options.steps}",
+        *options.settings,
+    ]
 
 
 def parse_cell(cell: str) -> tuple[int, list[str]]:
@@ -140,7 +185,7 @@ def parse_cell(cell: str) -> tuple[int, list[str]]:
     return int(lag), [f"{n if '.' in n else f'objective.parameters.{n}'}={v}" for n, _, v in pairs]
 
 
-def keep(options: argparse.Namespace, cell: str, seed: int, result: Path) -> None:
+def keep(options: argparse.Namespace, cell: str, seed: int, result: Path, begun: str) -> None:
     """Append what a process left, or tell what it said at its end."""
     if not result.exists():
         print(f"== {cell}, seed {seed}: failed: {result.with_suffix('.log').read_text(errors='replace')[-1500:]}")
@@ -150,10 +195,8 @@ def keep(options: argparse.Namespace, cell: str, seed: int, result: Path) -> Non
     rewards = [round(reward, 4) for _, reward in found["steps"]]
     command = own_command().replace("PYTHONPATH=workloads ", "PYTHONPATH=workloads:tests ")
     date = datetime.now(UTC).date().isoformat()
-    run = LagRun(cell, seed, rewards, held_out, machine() + cards_of(), date, command)
-    options.runs.parent.mkdir(parents=True, exist_ok=True)
-    with options.runs.open("a") as file:
-        file.write(json.dumps(asdict(run)) + "\n")
+    run = LagRun(cell, seed, rewards, held_out, machine() + cards_of(), date, command, begun)
+    append_row(options.runs, asdict(run))
     curve = " ".join(f"{step}:{score:.3f}" for step, score in held_out)
     print(f"== {cell}, seed {seed}: {curve}; {len(rewards)} steps in {found['steps'][-1][0]:.0f} s", flush=True)
 
@@ -169,52 +212,71 @@ def read_runs(path: Path) -> list[LagRun]:
 def asynchronous(path: Path) -> list[LagRun]:
     """Arms 5 to 7 of bench_count.py, a cell for each variant; its mean staleness is told."""
     arms = set(ASYNCHRONOUS) - {GRPO}  # of which another objective says nothing
-    found = [run for run in read_count_runs(path) if run.arm in arms and run.task == "count"]
-    cells = dict.fromkeys(run.variant for run in found)
-    lags = {v: statistics.mean(float(str(r.facts["mean staleness"])) for r in found if r.variant == v) for v in cells}
+    found = [run for run in read_count_runs(path) if run.arm in arms and run.task == "count" and run.held_out]
+    kinds = dict.fromkeys(map(_kind, found))
+    lags = {k: statistics.mean(float(str(r.facts["mean staleness"])) for r in found if _kind(r) == k) for k in kinds}
     return [
         LagRun(
-            cell=f"asynchronous, mean lag {lags[run.variant]:.1f} ({run.variant or 'as it is'})",
+            cell=f"arm {run.arm}, mean lag {lags[_kind(run)]:.1f} ({run.variant or 'as it is'})",
             seed=run.seed,
             rewards=[reward for _, reward in run.steps],
             held_out=[(step, score) for step, _, score in run.held_out],
             machine=run.machine,
             date=run.date,
             command=run.command,
+            start=run.start,
         )
         for run in found
     ]
 
 
-def judge(runs: Sequence[LagRun], others: Sequence[LagRun] = ()) -> list[Row]:
-    """A cell's median steps to each threshold with eta, and its score at the last evaluation that all have."""
-    cells: dict[str, list[LagRun]] = {}
-    for run in (*sorted(runs, key=lambda r: (int(r.cell.partition(":")[0]), r.cell, r.seed)), *others):
-        cells.setdefault(run.cell, []).append(run)
+def _kind(run: CountRun) -> tuple[int, str, str]:
+    return run.arm, run.variant, run.start
+
+
+def judge(runs: Sequence[LagRun], others: Sequence[LagRun] = (), *, task: LagTask = TASKS["count"]) -> list[Row]:
+    """A cell's median steps to each threshold with eta, and its score at the last evaluation that all have.
+
+    Only runs from the same weights are compared.
+    """
+    cells: dict[tuple[str, str], list[LagRun]] = {}
+    for run in (*sorted(runs, key=lambda r: (r.start, int(r.cell.partition(":")[0]), r.cell, r.seed)), *others):
+        cells.setdefault((run.cell, run.start), []).append(run)
     rows: list[Row] = []
-    for cell, found in cells.items():
-        for threshold in THRESHOLDS:
-            rows += _threshold(cell, found, cells.get("0", []), threshold)
+    for (name, begun), found in cells.items():
+        cell = f"{name} (start {begun})" if begun else name
+        plain = [] if name == fresh(name) else cells.get((fresh(name), begun), [])
+        for threshold in task.thresholds:
+            rows += _threshold(task, cell, found, plain, threshold)
         last = min(run.held_out[-1][0] for run in found)
         ends = [dict(run.held_out)[last] for run in found]
-        rows.append(_row(found, f"{cell}: held out at step {last}", statistics.median(ends), "pass@1", ends, ""))
+        rows.append(_row(task, found, f"{cell}: held out at step {last}", statistics.median(ends), "pass@1", ends, ""))
     return rows
 
 
-def _threshold(cell: str, runs: list[LagRun], plain: list[LagRun], threshold: float) -> list[Row]:
+def fresh(cell: str) -> str:
+    """The cell without lag that it is held against: of the same rate and beta, without what stale data needs."""
+    _, _, changes = cell.partition(":")
+    kept = ",".join(c for c in changes.split(",") if c.startswith("objective."))
+    return f"0:{kept}" if kept else "0"
+
+
+def _threshold(task: LagTask, cell: str, runs: list[LagRun], plain: list[LagRun], threshold: float) -> list[Row]:
     steps = [at[0] for run in runs if (at := reach(run.points, threshold))]
     if not steps:
         return []
     note = f"{len(steps)} of {len(runs)} reached it"
-    rows = [_row(runs, f"{cell}: steps to {threshold:g}", statistics.median(steps), "steps", steps, note)]
+    rows = [_row(task, runs, f"{cell}: steps to {threshold:g}", statistics.median(steps), "steps", steps, note)]
     theirs = [at[0] for run in plain if (at := reach(run.points, threshold))]
-    if theirs and cell != "0":
+    if theirs:
         value = eta(statistics.median(theirs), statistics.median(steps))
-        rows.append(_row(runs, f"{cell}: eta at {threshold:g}", value, "steps/steps", None, "", target=">= 0.77"))
+        metric = f"{cell}: eta at {threshold:g}"
+        rows.append(_row(task, runs, metric, value, "steps/steps", None, "", target=task.target))
     return rows
 
 
 def _row(
+    task: LagTask,
     runs: list[LagRun],
     metric: str,
     value: float,
@@ -226,7 +288,7 @@ def _row(
     seeds = [run.seed for run in runs]
     made = record(
         "science",
-        "gpu_lag",
+        task.results,
         metric,
         value,
         unit,

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from bench.gpu.curves import THRESHOLDS, Costs, Point, bound, eta, reach
 from bench.results import Row, record
@@ -89,9 +90,14 @@ def read_runs(path: Path) -> list[CountRun]:
 
 def append_run(path: Path, run: CountRun) -> None:
     """One more line."""
+    append_row(path, asdict(run))
+
+
+def append_row(path: Path, row: Mapping[str, Any]) -> None:
+    """A line of JSON, in one write: others may append at the same time."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab", buffering=0) as file:  # one write: another lane may append at the same time
-        file.write(json.dumps(asdict(run)).encode() + b"\n")
+    with path.open("ab", buffering=0) as file:
+        file.write(json.dumps(row).encode() + b"\n")
 
 
 def judge(runs: Sequence[CountRun]) -> list[Row]:

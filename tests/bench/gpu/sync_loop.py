@@ -34,7 +34,7 @@ from tba.contracts.records import Outcome, ShardHeader
 from tba.models import load_model
 from tba.prompts import PromptSet, PromptWalk, load_prompt_set, materialize
 from tba.protocol.bookkeeping import Bookkeeping
-from tba.searcher.engines import Engine, Response, build
+from tba.searcher.engines import Engine, Response, build, with_logprobs
 from tba.searcher.work import Settled, Visit, make_request, request_seed
 from tba.shards.batch import from_rows
 from tba.store import open_store
@@ -102,10 +102,11 @@ class SyncLoop:
         self._graders = Graders(config.task.reward, processes=ranks.world)
         self._judge = judge(config.task.reward)
         self._walk = PromptWalk(len(self._train), config.objective.seed, f"{ranks.rank}")
+        settings = with_logprobs(spec.searcher.engine, config.objective)
         self.engine: Engine | ManyEngines = (
-            build(spec.searcher.engine, model=config.model)
+            build(settings, model=config.model)
             if engines == 1
-            else ManyEngines(spec.searcher.engine, config.model, number=engines, tokenizer=loaded.tokenizer)
+            else ManyEngines(settings, config.model, number=engines, tokenizer=loaded.tokenizer)
         )
         first = staged(loaded.model, DTYPES[config.model.dtype])
         self.engine.load(in_memory_snapshot(first, self._assets, 0))

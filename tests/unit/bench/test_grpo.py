@@ -1,4 +1,4 @@
-"""The GRPO-type objective of arm 8, and how a row gets the log-probability of its sampler."""
+"""The GRPO-type objective of arm 8, and the weights that it gets."""
 
 import dataclasses
 import math
@@ -7,17 +7,13 @@ import numpy as np
 import pytest
 import torch
 from bench.gpu.grpo import group_advantages, grpo
-from bench.gpu.grpo_trainer import GrpoLearner, remember_sampler, response_logprobs
 from hypothesis import given
 from hypothesis import strategies as st
 from support.learning import feed, live_config, make_learner, make_shard, run_config
 
 from tba.contracts.errors import UserError
-from tba.contracts.records import Lineage, Outcome, ShardHeader, Span, Trajectory
 from tba.shards.batch import from_rows
 from tba.trainer import learner
-from tba.trainer.buffer import ReplayBuffer
-from tba.trainer.learner import new_rows
 
 REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
 A0, A1 = [1.0, -1.0, -1.0, 1.0], [math.sqrt(3), *[-1 / math.sqrt(3)] * 3]
@@ -96,38 +92,10 @@ def test_what_only_trajectory_balance_has_is_refused():
         gradient(None, scale="paper")
 
 
-def shard(seq, logprobs):
-    """Visits of one row each; None: the engine told no log-probabilities."""
-    rows = [
-        Trajectory(
-            prompt_id=i, visit=10 * seq + i, visit_size=1, prompt_tokens=[1], response_tokens=[5] * 2,
-            outcome=Outcome.SCORED, reward=1.0, finish_reason="stop", spans=[Span(2, 1, 0)],
-            temperature=1.0, created_at=0.0, sampler_logprobs=told,
-        )
-        for i, told in enumerate(logprobs)
-    ]  # fmt: skip
-    header = ShardHeader(run="0" * 32, searcher="s", incarnation="1" * 32, seq=seq, reward_version="v")
-    return from_rows(header, rows)
-
-
-def test_a_row_remembers_its_samplers_log_probability_and_one_without_stays_unknown():
-    buffer = ReplayBuffer(capacity_per_prompt=10, deduplicate=False)
-    found = {}
-    for seq, logprobs in enumerate([[[-1.0, -0.5], None], [[-2.0, -0.25]]]):
-        batch = shard(seq, logprobs)
-        buffer.add(new_rows(batch, Lineage(resume_steps={1: 0})))
-        remember_sampler(buffer, batch)
-    rows = np.arange(3)
-    for made, value in zip(buffer.trajectory_ids(rows), buffer.mu_logprobs(rows), strict=True):
-        found[made.seq, made.row] = value
-    assert found[0, 0] == -1.5 and found[1, 0] == -2.25 and math.isnan(found[0, 1])
-    np.testing.assert_array_equal(response_logprobs(shard(0, [None, [-1.0, -0.5]])), np.float32([math.nan, -1.5]))
-
-
 def fed(batch):
     """Arm 8's learner, with its settings, that has these rows."""
     config = run_config(parameters={"ratioAlpha": 1.0, "ratioClip": 3.0})
-    made = GrpoLearner(make_learner(config).policy, config)
+    made = make_learner(config)
     feed(made, batch)
     return made
 

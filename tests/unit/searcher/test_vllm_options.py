@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tba.contracts import config
 from tba.contracts.errors import UserError
 from tba.contracts.records import PolicyId, Span
+from tba.searcher.engines import with_logprobs
 from tba.searcher.engines.engine import Request
 from tba.searcher.engines.vllm_options import (
     admissible,
@@ -238,3 +239,18 @@ def test_held_requests_all_run_within_the_places_and_nothing_idles_with_at_once_
         running = [left - 1 for left in running if left > 1]
         done += 1
     assert done <= sum(lengths)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "extra", "share"),
+    [({}, {}, 0.0), ({"ratioAlpha": 0}, {}, 0.0), ({"ratioAlpha": 0.5}, {}, 1.0),
+     ({"ratioAlpha": 0.5}, {"logprobsShare": 0.1}, 0.1)],
+)  # fmt: skip
+def test_every_response_carries_log_probs_where_rows_are_weighed_by_them(parameters, extra, share):
+    engine = config.Engine.model_validate({"type": "vllm", "extraArgs": extra})
+    told = with_logprobs(engine, config.Objective(parameters=parameters))
+    model = config.Model(uri="file:///m", max_model_len=64)
+    found = vllm_options(told, model, known=KNOWN, cpu=True, seed=0)
+    assert found.logprobs_share == share
+    other = config.Engine.model_validate({"type": "transformers"})
+    assert with_logprobs(other, config.Objective(parameters={"ratioAlpha": 1.0})) == other

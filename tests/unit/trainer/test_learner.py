@@ -1,5 +1,6 @@
 """The learning core on a real tiny model."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,8 @@ from tba.contracts.config import TrainerSettings
 from tba.contracts.errors import CorruptObject
 from tba.contracts.records import Lineage
 from tba.protocol.bookkeeping import Bookkeeping
-from tba.trainer.learner import new_rows
+from tba.shards.batch import from_rows
+from tba.trainer.learner import new_rows, response_logprobs
 from tba.trainer.model import Policy
 
 
@@ -158,6 +160,40 @@ def test_ratio_weight_of_a_first_use_is_one_and_later_ones_are_clipped():
     later = learner.train_step(live_config(), epoch=1)
     assert (later.weights <= later.plan.weights + 1e-6).all()
     assert (later.weights < later.plan.weights - 1e-6).any()
+
+
+def telling(batch, logprob_of_row):
+    """The shard, its rows with their sampler's log-probabilities, the same for each token; None: not told."""
+    told = []
+    for i, row in enumerate(map(batch.row, range(len(batch)))):
+        value, size = logprob_of_row(i), len(row.response_tokens)
+        told.append(replace(row, sampler_logprobs=None if value is None else [value / size] * size))
+    return from_rows(batch.header, told)
+
+
+def test_a_row_knows_the_log_probability_that_its_sampler_told():
+    batch = telling(make_shard(0, samples=4), lambda i: None if i == 1 else -1.5 - i)
+    assert np.isnan(response_logprobs(batch)[1])
+    np.testing.assert_allclose(response_logprobs(batch)[[0, 2, 3]], [-1.5, -3.5, -4.5], rtol=1e-6)
+    learner = make_learner()
+    feed(learner, batch)
+    rows = np.arange(len(batch))
+    ids = learner.buffer.trajectory_ids(rows)
+    told = {made.row: value for made, value in zip(ids, learner.buffer.mu_logprobs(rows), strict=True)}
+    np.testing.assert_array_equal([told[i] for i in rows], response_logprobs(batch))
+
+
+def test_weights_at_first_use_are_the_ratio_to_the_sampler_where_it_told():
+    config = run_config(parameters={"ratioAlpha": 0.5, "ratioClip": 2.0})
+    batch = make_shard(0, samples=4)
+    learner = make_learner(config)
+    feed(learner, batch)
+    own = learner.policy.reference_logprobs(learner.packed(np.arange(len(batch)))).tolist()
+    for drift, expected in ((math.log(0.25), 0.5), (math.log(2.25), 1.5), (math.log(100.0), 2.0), (None, 1.0)):
+        learner = make_learner(config)
+        feed(learner, telling(batch, lambda i, d=drift: None if d is None else own[i] - d))
+        result = learner.train_step(live_config(), epoch=1)
+        np.testing.assert_allclose(result.weights, expected * result.plan.weights, rtol=1e-4)
 
 
 def test_a_lowered_baseline_reaches_the_gradient():

@@ -251,8 +251,8 @@ class Objective(Contract):
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Of every random choice of the run."""
     parameters: dict[str, Any] = Field(default_factory=dict)
-    """Of the objective type. TrajectoryBalance, against stale data: ratioAlpha (0..1, default 0), ratioClip (> 0,
-    default 1), baselineShift (reward, >= 0, default 0)."""
+    """Of the objective type. TrajectoryBalance, against stale data: ratioAlpha (0..1, default 0: power of policy over
+    sampler as a weight), ratioClip (> 0, default 1: its bound), baselineShift (reward, >= 0, default 0)."""
 
     @model_validator(mode="after")
     def _anneal(self) -> Self:

@@ -69,13 +69,15 @@ def trajectory_balance(
 
 
 def ratio_weights(
-    policy_logprobs: torch.Tensor, first_use_logprobs: torch.Tensor, *, alpha: float, clip: float
+    policy_logprobs: torch.Tensor, mu_logprobs: torch.Tensor, *, alpha: float, clip: float
 ) -> torch.Tensor:
     """min(clip, (pi/mu)^alpha), detached, same shape: less weight to responses the policy has moved away from.
 
-    mu is the trainer's own probability at first use, so that no engine's rounding enters. Source: system.md §5.
+    mu is the probability under the weights that sampled the response, as its engine told it: so the weight knows how
+    far the policy had gone when the row came. An engine's rounding makes weights uneven, no more: any positive ones
+    keep the minimiser. Source: system.md §5; docs/decisions/0029-ratio-to-the-sampler.md.
     """
-    log_weight = alpha * (policy_logprobs.detach() - first_use_logprobs.detach())
+    log_weight = alpha * (policy_logprobs.detach() - mu_logprobs.detach())
     # Clip in log space: exp of a large ratio would be inf before a clip after it. From below too: weights must stay
     # positive, and a group that the policy has left altogether would otherwise have none.
     return log_weight.clamp(min=_LEAST_LOG_WEIGHT, max=math.log(clip)).exp()

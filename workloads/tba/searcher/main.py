@@ -27,7 +27,7 @@ from tba.rewards.stored import get_reward_code
 from tba.run_record import find_run_record
 from tba.run_store import open_run_store
 from tba.searcher.engines import Engine as GeneratingEngine
-from tba.searcher.engines import build, can_run_vllm
+from tba.searcher.engines import build, can_run_vllm, with_logprobs
 from tba.searcher.loop import SearcherLoop, Surroundings
 from tba.searcher.rewarding import num_workers
 from tba.searcher.spool import Spool, SpoolLimits, shard_seconds
@@ -141,7 +141,8 @@ def _assemble(
 ) -> SearcherLoop:
     incarnation = new_nonce()
     sharing = live().trainer.colocated_searcher
-    settings = live().searcher.engine if gate is None else share(live().searcher.engine, sharing)
+    settings = with_logprobs(live().searcher.engine, record.config.objective)
+    settings = settings if gate is None else share(settings, sharing)
     log.info(
         PROCESS_STARTED,
         pid=os.getpid(),

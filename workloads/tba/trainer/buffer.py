@@ -185,7 +185,8 @@ class ReplayBuffer:
         self._rows["ref"][rows] = values
 
     def mu_logprobs(self, rows: np.ndarray) -> np.ndarray:
-        """The trainer's own log-probability at first use, float32; NaN = not used yet."""
+        """Of the response under its sampler as the shard told it, else the trainer's own at first use; float32, NaN =
+        neither yet."""
         return self._rows["mu"][rows]
 
     def set_mu_logprobs(self, rows: np.ndarray, values: np.ndarray) -> None:

@@ -244,7 +244,7 @@ class BatchGradient:
         return loss
 
     def _weigh(self, groups: Tensor, logprobs: Tensor) -> Tensor:
-        """Multiplicities times ratio weights; a row's first use defines its μ, hence has ratio 1."""
+        """Multiplicities times ratio weights. Where no sampler told μ, the first use defines it: ratio 1."""
         weights, old = self._weights[groups], self._old[groups]
         if self._alpha == 0.0:
             return weights

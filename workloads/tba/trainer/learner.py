@@ -277,7 +277,15 @@ def new_rows(batch: ShardBatch, lineage: Lineage) -> NewRows:
         response_offsets=batch.response_offsets,
         prompt_tokens=batch.prompt_tokens,
         prompt_offsets=batch.prompt_offsets,
+        mu_logprobs=response_logprobs(batch),
     )
+
+
+def response_logprobs(batch: ShardBatch) -> np.ndarray:
+    """(n,) float32: log-probability of each response under the weights that sampled it; NaN where it was not told."""
+    running = np.concatenate([[0.0], np.cumsum(batch.sampler_logprobs, dtype=np.float64)])
+    begin, end = batch.sampler_offsets[:-1], batch.sampler_offsets[1:]
+    return np.where(end > begin, running[end] - running[begin], np.nan).astype(np.float32)
 
 
 def _oldest_versions(batch: ShardBatch, lineage: Lineage) -> np.ndarray:

@@ -28,6 +28,7 @@ class NewRows:
     prompt_tokens: np.ndarray  # flat int32
     prompt_offsets: np.ndarray  # (n + 1,) int64
     ref_logprobs: np.ndarray | None = None  # (n,) float32 of the buffer's current reference, NaN where unknown
+    mu_logprobs: np.ndarray | None = None  # (n,) float32 of whole responses under their samplers, NaN where not told
     row_numbers: np.ndarray | None = None  # (n,) int: rows in the shard; None: 0..n-1
 
     def __len__(self) -> int:
@@ -49,7 +50,7 @@ def check(rows: NewRows) -> None:
     """Refuse rows that contradict themselves. Raises: CorruptObject."""
     n = len(rows)
     columns = (rows.visits, rows.visit_sizes, rows.outcomes, rows.rewards, rows.finish_stop, rows.effective_versions)
-    optional = tuple(c for c in (rows.ref_logprobs, rows.row_numbers) if c is not None)
+    optional = tuple(c for c in (rows.ref_logprobs, rows.mu_logprobs, rows.row_numbers) if c is not None)
     _require(rows, all(len(c) == n for c in columns + optional), "columns of one length")
     for tokens, offsets in (
         (rows.response_tokens, rows.response_offsets),

@@ -62,7 +62,7 @@ class RowStore:
             "shard": shard[0],
             "number": rows.numbers[chosen],
             "ref": np.nan if rows.ref_logprobs is None else rows.ref_logprobs[chosen],
-            "mu": np.nan,
+            "mu": np.nan if rows.mu_logprobs is None else rows.mu_logprobs[chosen],
             "count": 0,
             "stop": rows.finish_stop[chosen],
             "arrival": np.arange(self._arrivals, self._arrivals + len(chosen)),

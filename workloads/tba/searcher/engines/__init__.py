@@ -8,8 +8,9 @@ from tba.contracts import config
 from tba.contracts.errors import UserError
 from tba.interpreter import loading
 from tba.searcher.engines.engine import Engine, Request, Response
+from tba.searcher.engines.vllm_options import LOGPROBS_SHARE, environment
 
-__all__ = ["Engine", "Request", "Response", "build", "can_run_vllm"]
+__all__ = ["Engine", "Request", "Response", "build", "can_run_vllm", "with_logprobs"]
 
 _TRANSFORMERS_ARGS = {"device", "kvCacheBytes"}
 
@@ -26,6 +27,16 @@ def build(engine: config.Engine, *, model: config.Model) -> Engine:
     if engine.type == "transformers":
         return _transformers(engine, model)
     return _vllm(engine, model)
+
+
+def with_logprobs(engine: config.Engine, objective: config.Objective) -> config.Engine:
+    """Its settings, with the log-probabilities of every response where the objective weighs rows by them.
+
+    Other engines than vLLM always tell them. A share that the job names is left as it is.
+    """
+    if engine.type != "vllm" or not objective.parameters.get("ratioAlpha"):
+        return engine
+    return engine.model_copy(update={"extra_args": {LOGPROBS_SHARE: 1.0, **engine.extra_args}})
 
 
 def can_run_vllm() -> bool:
@@ -61,8 +72,6 @@ def _vllm(engine: config.Engine, model: config.Model) -> Engine:
         raise UserError(
             f"searcher.engine.type vllm cannot run here: {obstacle}; set searcher.engine.type: transformers"
         )
-    from tba.searcher.engines.vllm_options import environment
-
     cpu = _vllm_is_for_cpus()
     for name, value in environment(cpu=cpu).items():
         os.environ.setdefault(name, value)
