@@ -26,7 +26,7 @@ _REFINED: dict[tuple[str, str], dict[str, Any]] = {
         "type": "object",
         "properties": {
             "ratioAlpha": {
-                "description": "Power of the weight, policy over sampler (searchers tell it then); none: 0, no weights.",
+                "description": "Power of the weight, policy over sampler (searchers tell it then); none: 0.",
                 "type": "number",
                 "format": "double",
                 "minimum": 0,
