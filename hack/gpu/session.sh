@@ -9,7 +9,7 @@ KEEP=${KEEP:-$HOME/keep} PARTS=${PARTS:-$HOME/parts} START=${START:-$HOME/start}
 SECONDS_A_RUN=${SECONDS_A_RUN:-180}
 PAIR_SECONDS=${PAIR_SECONDS:-50} PAIR_SECONDS_TRL=${PAIR_SECONDS_TRL:-100} PAIRS_LIMIT=${PAIRS_LIMIT:-585}
 SCALING_SECONDS=${SCALING_SECONDS:-40}
-PAIR_ARMS=${PAIR_ARMS:-2 9 3}
+PAIR_ARMS=${PAIR_ARMS:-2 9 3} # and PAIR_MORE: what bench_count.py is told besides, without blanks inside
 RUN_ROOT=${RUN_ROOT:-/dev/shm/tba}
 OUT=${OUT:-$HOME/out}
 mkdir -p "$KEEP" "$PARTS" "$OUT" "$RUN_ROOT"
@@ -107,7 +107,7 @@ pairs() { # pairs SEED...: $PAIR_ARMS of each seed, one run at a time, while thi
         fi
         mkdir "$mark.$pass" 2> /dev/null || continue
         if SECONDS_A_RUN=$clock count "$cards" "$(least $((clock + beside + 60)) $((PAIRS_LIMIT + 5 - SECONDS)))" \
-          --arms "$arm" --seeds "$seed" "${more[@]}"; then touch "$mark.done"; else touch "$mark.fell"; fi
+          --arms "$arm" --seeds "$seed" "${more[@]}" ${PAIR_MORE:-}; then touch "$mark.done"; else touch "$mark.fell"; fi
         rm -rf "${RUN_ROOT:?}"/*
         cp -f "$KEEP"/* "$OUT"/
       done

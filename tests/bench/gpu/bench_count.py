@@ -213,10 +213,9 @@ def run_one(options: argparse.Namespace, arm: int, seed: int, folder: Path) -> C
     )
 
 
-def shared_settings(arm: int, searchers: tuple[int, int]) -> list[str]:
+def shared_settings(number: int, places: int) -> list[str]:
     """How many searchers arm 9 has, and of what size."""
-    number, places = searchers
-    return [f"searcher.replicas={number}", f"searcher.engine.maxNumSeqs={places}"] if arm == SHARED else []
+    return [f"searcher.replicas={number}", f"searcher.engine.maxNumSeqs={places}"]
 
 
 def start_of(folder: Path) -> str:
@@ -245,7 +244,7 @@ def job_settings(options: argparse.Namespace, arm: int, seed: int) -> list[str]:
         f"searcher.engine.gpuMemoryUtilization={0.85 if arm in (4, 5, 7, 8, 9) else 0.3}",
         *task.settings,
         *ARM_SETTINGS.get(arm, []),
-        *shared_settings(arm, options.searchers),
+        *(shared_settings(*options.searchers) if arm == SHARED else []),
         *options.settings,
     ]
 

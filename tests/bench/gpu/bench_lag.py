@@ -164,7 +164,8 @@ def settings_of(options: argparse.Namespace, seed: int) -> list[str]:
     """Overrides of the task's job; what the user sets comes last and wins."""
     options.max_steps = options.steps
     if options.task == "count":
-        return job_settings(options, 1, seed)
+        # A cell has the parameters that it names, whatever the example's are.
+        return [*job_settings(options, 1, seed), "objective.parameters={}"]
     folder = options.start.resolve()
     return [
         f"model.uri=file://{folder / 'base'}",
