@@ -50,7 +50,7 @@ from bench.gpu.count_runs import (
     read_runs,
 )
 from bench.gpu.grading import slow_settings
-from bench.gpu.places import ROOT, tiny_start
+from bench.gpu.places import ROOT, end_children_too, tiny_start
 from bench.results import machine, own_command, table, write
 
 RESULTS = ROOT / "docs" / "results"
@@ -128,6 +128,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="only write the table, and the curves beside it")
     parser.add_argument("-o", "--output", type=Path, default=RESULTS / "gpu_count.json")
     options = parser.parse_args()
+    end_children_too()
     with tempfile.TemporaryDirectory() as folder:
         if options.rehearse:
             rehearse(options, Path(folder))

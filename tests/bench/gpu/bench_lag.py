@@ -35,7 +35,7 @@ from bench.gpu.bench_count import REHEARSAL, cards_of, job_settings, start_of
 from bench.gpu.count_runs import ASYNCHRONOUS, GRPO, CountRun, append_row
 from bench.gpu.count_runs import read_runs as read_count_runs
 from bench.gpu.curves import THRESHOLDS, Point, eta, reach
-from bench.gpu.places import JOB, ROOT, tiny_start
+from bench.gpu.places import JOB, ROOT, end_children_too, tiny_start
 from bench.results import Row, machine, own_command, record, table, write
 
 RESULTS = ROOT / "docs" / "results"
@@ -103,6 +103,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="only write the table")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
+    end_children_too()
     task = TASKS[options.task]
     options.runs = options.runs or RESULTS / f"{task.results}.jsonl"
     options.output = options.output or RESULTS / f"{task.results}.json"

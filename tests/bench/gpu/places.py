@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,11 @@ def tiny_start(folder: Path, *, task: str = "count", train_prompts: int = 64, he
     make += ["--train-prompts", str(train_prompts), "--held-out", str(held_out), "-o", str(folder)]
     subprocess.run(make, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return folder
+
+
+def end_children_too() -> None:
+    """SIGTERM, as `timeout` sends it, becomes an exception: who started processes ends them on the way out."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def flags(options: argparse.Namespace, names: Sequence[str]) -> list[str]:

@@ -2,6 +2,9 @@
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,11 @@ from bench.gpu.trl_server import arguments
 from bench.gpu.varlen import flash_attn_varlen_func
 
 from tba.cli.jobfile import load_job
+
+
+def with_paths() -> dict[str, str]:
+    """This process's environment, and its import path."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def job(arm: int, task: str = "count", *settings: str):
@@ -92,3 +100,21 @@ def test_options_are_handed_on_as_a_command_line_has_them():
     options = argparse.Namespace(model=Path("m"), learning_rates=[1e-6, 3e-5], folder=None, repetitions=2)
     argv = flags(options, ("model", "learning_rates", "folder", "repetitions"))
     assert argv == ["--model", "m", "--learning-rates", "1e-06", "3e-05", "--repetitions", "2"]
+
+
+def test_a_bench_that_is_ended_ends_what_it_started():
+    program = (
+        "import subprocess, sys; from bench.gpu.places import end_children_too; end_children_too()\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        "try: print(child.pid, flush=True); child.wait()\n"
+        "finally: child.kill(); child.wait()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=with_paths()
+    ) as bench:
+        assert bench.stdout is not None
+        child = int(bench.stdout.readline())
+        bench.terminate()
+        assert bench.wait(30) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
