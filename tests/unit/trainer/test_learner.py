@@ -207,22 +207,26 @@ def test_a_lowered_baseline_reaches_the_gradient():
     assert moved[0.5][1] != pytest.approx(moved[0.0][1], rel=1e-3)
 
 
-def restored_from(learner):
+def restored_from(learner, batches):
     twin = make_learner(learner.config, seed=99)
     twin.policy.reference_model.load_state_dict(learner.policy.reference_model.state_dict())
-    shards = {s.header.id: s for s in (make_shard(0), make_shard(1))}
+    shards = {s.header.id: s for s in batches}
     state = learner.state()
     twin.restore(state, learner.step, lambda ids: [new_rows(shards[i], Lineage()) for i in ids])
     return twin
 
 
-@pytest.mark.parametrize("parameters", [{}, {"ratioAlpha": 0.5}])
-def test_a_restored_learner_goes_on_bit_for_bit(parameters):
+@pytest.mark.parametrize(
+    ("parameters", "told"), [({}, False), ({"ratioAlpha": 0.5}, False), ({"ratioAlpha": 0.5}, True)]
+)
+def test_a_restored_learner_goes_on_bit_for_bit(parameters, told):
     learner = make_learner(run_config(parameters=parameters))
-    feed(learner, make_shard(0), make_shard(1))
+    batches = [make_shard(0), make_shard(1)]
+    batches = [telling(b, lambda i: -20.0 - i if i % 3 else None) for b in batches] if told else batches
+    feed(learner, *batches)
     for _ in range(3):
         learner.train_step(live_config(), epoch=1)
-    twin = restored_from(learner)
+    twin = restored_from(learner, batches)
     for _ in range(4):
         a, b = learner.train_step(live_config(), epoch=1), twin.train_step(live_config(), epoch=1)
         assert a.loss == b.loss
