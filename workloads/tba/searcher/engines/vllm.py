@@ -403,7 +403,6 @@ class VllmEngine:
             stop=list(request.stop) or None,
             detokenize=bool(request.stop),  # vLLM needs the text for nothing else
             logprobs=0 if scored else None,  # of the sampled token alone
-            flat_logprobs=scored,  # numbers in a list: else an object and a dictionary for each token
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
@@ -430,9 +429,7 @@ class VllmEngine:
             return Response(row.request.id, tokens, FinishReason.LENGTH, spans, None, error=error)
         logprobs = None
         if made.logprobs is not None:
-            logprobs = list(made.logprobs.logprobs)
-            if made.logprobs.token_ids != tokens:
-                raise RuntimeError(f"vLLM told log-probabilities of {made.logprobs.token_ids}, and sampled {tokens}")
+            logprobs = [scores[token].logprob for scores, token in zip(made.logprobs, tokens, strict=True)]
         return Response(row.request.id, tokens, reason, spans, logprobs)
 
     def decode(self, tokens: Sequence[int]) -> str:
