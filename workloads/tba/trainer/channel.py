@@ -12,9 +12,9 @@ from torch.distributed import DistStoreError, Store  # pyright: ignore[reportPri
 
 WAIT_SECONDS = 3600.0
 """One request to the store waits so long; the store's own limit is an int of milliseconds."""
-PIECE_BYTES = 2**22
-"""Half of what the store takes in one request: of a larger one it breaks the connection."""
-_LAST, _MORE = b".", b"+"
+PIECE_CHARS = 2**20
+"""At most 4 MiB: of a request of more than 8 the store breaks the connection."""
+_LAST, _MORE = ".", "+"
 
 
 class Channel:
@@ -29,13 +29,11 @@ class Channel:
 
     def send(self, text: str) -> None:
         """Raises: torch's DistNetworkError if the store has gone, and rank 0 with it."""
-        data = text.encode()
-        for end in range(PIECE_BYTES, len(data) + PIECE_BYTES + 1, PIECE_BYTES):
-            mark = _MORE if end < len(data) else _LAST
-            self._store.set(f"{self._out}/{self._sent}", mark + data[end - PIECE_BYTES : end])
+        for begin in range(0, max(1, len(text)), PIECE_CHARS):
+            piece = text[begin : begin + PIECE_CHARS]
+            mark = _MORE if begin + len(piece) < len(text) else _LAST
+            self._store.set(f"{self._out}/{self._sent}", mark + piece)
             self._sent += 1
-            if mark == _LAST:
-                return
 
     def receive(self, seconds: float | None = None) -> str:
         """The next message, which begins within `seconds`; without, however long it takes.
@@ -45,9 +43,9 @@ class Channel:
         pieces = [self._piece(seconds)]
         while pieces[-1].startswith(_MORE):
             pieces.append(self._piece(seconds))
-        return b"".join(piece[1:] for piece in pieces).decode()
+        return "".join(piece[1:] for piece in pieces)
 
-    def _piece(self, seconds: float | None) -> bytes:
+    def _piece(self, seconds: float | None) -> str:
         key, left = f"{self._in}/{self._received}", seconds
         while True:
             limit = self._wait_seconds if left is None else min(left, self._wait_seconds)
@@ -57,7 +55,7 @@ class Channel:
             except DistStoreError as error:  # it says no more than that the time is over
                 if left is not None and (left := left - limit) <= 0:
                     raise TimeoutError(f"no message {self._in} within {seconds:.0f} s") from error
-        piece = self._store.get(key)
+        piece = self._store.get(key).decode()
         self._store.delete_key(key)
         self._received += 1
         return piece
