@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.plausibility import ks_2samp
 from support.processes import Cluster, cluster, job_for
-from support.statistics import ks_2samp
 
 from tba.report.history import read_history
 from tba.trainer.replay import replay

@@ -18,6 +18,7 @@ from tba import failpoints
 from tba.cli.exit import end_process
 from tba.contracts.config import Delta
 from tba.contracts.keys import RUN
+from tba.models import weight_tensors
 from tba.store import ObjectStore, open_store
 from tba.trainer.committer import Committer
 from tba.trainer.learner import Learner
@@ -65,7 +66,7 @@ def _publish(store: ObjectStore, ranks: Ranks, folder: Path, recipe: str, versio
         temperature=config.objective.temperature,
         ranks=ranks,
     )
-    parts = upload_parts(ranks)
+    parts = upload_parts(ranks, list(weight_tensors(tiny_llama())))
     learner = Learner(policy, config, ranks)
     feed(learner, *map(make_shard, SHARDS))
     committer = Committer.take_over(store)

@@ -9,7 +9,7 @@ from support.weights_chain import moving_weights, same
 from tba.contracts.keys import WeightsKey
 from tba.contracts.records import FileEntry, SnapshotManifest, TensorEntry
 from tba.snapshots import fetch_snapshot, publish_snapshot
-from tba.snapshots.encode import Base, EncodedDelta, encode_delta, full_bytes
+from tba.snapshots.encode import Base, EncodedDelta, codec_threads, encode_delta, full_bytes
 from tba.snapshots.manifest import weights_hash
 from tba.snapshots.publish import (
     Part,
@@ -106,3 +106,11 @@ def test_parts_of_any_number_of_processes_are_the_tensors_and_hashes_of_one(worl
         assert (made.base, made.base_hash, made.depth) == (wanted.base, wanted.base_hash, wanted.depth)
     assert same(fetch_snapshot(many.store, ANCHOR.path).tensors, 0)
     assert same(fetch_snapshot(many.store, NEXT.path).tensors, 1)
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes", "each"), [(64, 1, 4), (64, 8, 2), (32, 8, 1), (8, 1, 2), (2, 1, 1), (2, 4, 1)]
+)
+def test_processes_of_a_host_encode_on_a_quarter_of_its_cores_together(monkeypatch, cores, processes, each):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    assert codec_threads(processes) == each

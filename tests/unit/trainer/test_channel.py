@@ -3,9 +3,9 @@
 import threading
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
-from tba.trainer.channel import Channel
+from tba.trainer.channel import PIECE_CHARS, Channel
 
 
 def ends(store: HashStore | None = None, **more) -> tuple[Channel, Channel]:
@@ -29,6 +29,17 @@ def test_a_message_that_was_read_is_no_longer_held():
     before = store.num_keys()
     there.receive(1.0)
     assert store.num_keys() == before - 1
+
+
+@pytest.mark.parametrize("size", [PIECE_CHARS - 1, PIECE_CHARS, PIECE_CHARS + 1, 9 * PIECE_CHARS])
+def test_a_message_larger_than_the_store_takes_at_once_arrives_and_leaves_nothing_there(size):
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    here, there = ends(store.clone())[0], ends(store.clone())[1]
+    empty = store.num_keys()
+    for text in ("a" * size, "ü" * size, "after"):
+        here.send(text)
+        assert there.receive(10.0) == text
+    assert store.num_keys() == empty
 
 
 def test_ranks_do_not_hear_what_is_meant_for_others():

@@ -1,9 +1,11 @@
 """Several ranks publish one snapshot, each its part: what one would publish, or nothing at all."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Collection
 
 import pytest
 import torch
+from pydantic import ValidationError
 from support.memory_store import MemoryStore
 from torch import Tensor
 from torch.distributed import HashStore
@@ -20,6 +22,7 @@ from tba.trainer.background import Background
 from tba.trainer.channel import Channel
 from tba.trainer.committer import Committer
 from tba.trainer.garbage import Sweeper
+from tba.trainer.partmessages import REPLY, Stored
 from tba.trainer.parts import Parts
 from tba.trainer.publish import Published, Publisher
 from tba.trainer.shares import assign
@@ -56,21 +59,27 @@ class Team:
         max_file_bytes: int = 2**30,
         reply_seconds: float = HANG,
         give_up_seconds: float = 60.0,
+        names: Collection[str] = (*(f"layer.{i}" for i in range(6)), "norm"),
         **delta,
     ) -> None:
         self.store, self.published = store or MemoryStore(), list[Published]()
         self.delta = Delta(max_ratio=1.0).model_copy(update=delta)
         self.committer = Committer.take_over(self.store)
-        meeting = HashStore()
+        self.meeting = HashStore()
+        self.losses: list[BaseException] = []
         self.stores = {rank: RankStore(self.store) for rank in range(1, size)}
         self.uploaders = {
             rank: Uploader(
-                store, Channel(meeting, own=f"rank{rank}", other="rank0"), rank=rank, max_file_bytes=max_file_bytes
+                store,
+                Channel(self.meeting, own=f"rank{rank}", other="rank0"),
+                rank=rank,
+                on_loss=self.losses.append,
+                max_file_bytes=max_file_bytes,
             )
             for rank, store in self.stores.items()
         }
-        channels = {rank: Channel(meeting, own="rank0", other=f"rank{rank}") for rank in self.stores}
-        self.parts = Parts(channels, reply_seconds=reply_seconds) if channels else None
+        channels = {rank: Channel(self.meeting, own="rank0", other=f"rank{rank}") for rank in self.stores}
+        self.parts = Parts(channels, names, reply_seconds=reply_seconds) if channels else None
         self.publisher = Publisher(
             self.store, self.committer, assets={"config.json": b"{}"}, delta=lambda: self.delta,
             give_up_seconds=60.0, on_published=self.published.append, parts=self.parts,
@@ -137,7 +146,7 @@ def test_a_chain_of_several_ranks_is_that_of_one_and_comes_back_bit_for_bit(size
 
 
 def test_more_ranks_than_tensors_leave_some_with_nothing_to_write():
-    team = Team(4)
+    team = Team(4, names=["layer.0", "layer.1"])
     for version in (0, 1):
         team.publish(version, {name: t for name, t in weights(version).items() if name in ("layer.0", "layer.1")})
     assert [done.row.encoding for done in team.published] == ["full", "delta"]
@@ -234,9 +243,60 @@ def test_parts_that_rank_0_does_not_see_are_no_snapshot():
 
 def test_a_rank_that_says_nothing_for_too_long_ends_the_publish():
     team = Team(2, reply_seconds=0.05)
-    with pytest.raises(TimeoutError, match="rank1>rank0"):
+    with pytest.raises(TimeoutError, match=r"rank 1 must upload its part of a snapshot within 0 s.*see where it hangs"):
         team.publish(0, weights(0), silent=(1,))
     assert team.latest.manifest is None
+
+
+def test_a_rank_that_can_serve_no_more_says_so_at_once_and_not_when_rank_0_asks_next():
+    team = Team(2, reply_seconds=1.0)
+    Channel(team.meeting, own="rank0", other="rank1").send("no order of this release")
+    with pytest.raises(TimeoutError):
+        team.publish(0, weights(0))
+    assert [type(loss) for loss in team.losses] == [ValidationError]
+
+
+@pytest.mark.parametrize(("version", "encoding"), [(0, "full"), (1, "delta")])
+def test_a_snapshot_that_lacks_a_tensor_is_none(version, encoding):
+    """As where ranks of two releases deal shares differently."""
+    team = Team(2)
+    for before in range(version):
+        team.publish(before, weights(before))
+    standing = team.latest
+    team.uploaders[1] = Lacking(team.uploaders[1])
+    with pytest.raises(ValueError, match=r"each tensor must be of one part, got \['layer.1'\] of none"):
+        team.publish(version, weights(version))
+    assert team.latest == standing
+
+
+class Lacking:
+    """An uploader that loses the first tensor of its share in what it tells."""
+
+    def __init__(self, uploader: Uploader) -> None:
+        self._uploader = uploader
+        self._channel = uploader._channel
+        uploader._channel = self
+
+    def start(self, staged: dict[str, Tensor]) -> None:
+        self._uploader.start(staged)
+
+    def receive(self) -> str:
+        return self._channel.receive()
+
+    def send(self, text: str) -> None:
+        reply = REPLY.validate_json(text)
+        if isinstance(reply, Stored):
+            reply = reply.model_copy(update={"tensors": reply.tensors[1:]})
+        self._channel.send(reply.model_dump_json())
+
+
+def test_looks_at_what_others_wrote_keep_no_process_that_ends():
+    team = Team(3, max_file_bytes=2000)
+    lookers: list[threading.Thread] = []
+    head = team.store.head
+    team.store.head = lambda key: (lookers.append(threading.current_thread()), head(key))[1]
+    team.publish(0, weights(0))
+    assert len(lookers) >= 3 and all(thread.daemon for thread in lookers)
 
 
 def test_a_copy_that_a_rank_has_written_to_misleads_nobody():

@@ -1,12 +1,14 @@
 """What ranks tell each other survives the way; who is which rank."""
 
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from tba.trainer.rankprocesses import own_rank, torchrun_size
+from tba.trainer.rankprocesses import RankProcesses, own_rank, torchrun_size
 from tba.trainer.ranks import Order
 
 ARRAYS = st.sampled_from(["<i8", "<i4", "<f4", "|u1", "|b1"]).flatmap(
@@ -38,3 +40,11 @@ def test_an_order_arrives_as_it_was_sent(facts, given_arrays):
 )
 def test_rank_and_size_are_those_of_the_environment(environment, rank, size):
     assert (own_rank(environment), torchrun_size(environment)) == (rank, size)
+
+
+@pytest.mark.parametrize(("ranks", "first_device"), [((1, 2), 1), ((3, 4, 5), 0)])
+def test_ranks_know_how_many_share_their_host_rank_0_included(tmp_path, ranks, first_device):
+    tell = f"import os; open({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w').write(os.environ['LOCAL_WORLD_SIZE'])"
+    argv, store = [sys.executable, "-c", tell], ("127.0.0.1", 1)
+    RankProcesses(ranks, argv, size=6, store=store, first_device=first_device).close(seconds=30.0)
+    assert {int(file.name): file.read_text() for file in tmp_path.iterdir()} == dict.fromkeys(ranks, "3")

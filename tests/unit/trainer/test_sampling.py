@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.statistics import is_plausible, ks_2samp
+from support.plausibility import is_plausible, ks_2samp
 from unit.trainer.shard_rows import R, V, new_rows
 
 from tba.contracts.config import LiveConfig, RunConfig

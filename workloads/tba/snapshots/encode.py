@@ -131,9 +131,12 @@ def full_bytes(entries: Iterable[TensorEntry]) -> int:
     return sum(math.prod(t.shape) * DTYPES[t.dtype].itemsize for t in entries)
 
 
-def codec_threads() -> int:
-    """Few: they work beside a training step or beside generation, and each wants the interpreter too."""
-    return max(1, min(4, len(os.sched_getaffinity(0)) // 4))
+def codec_threads(processes: int = 1) -> int:
+    """Few: they work beside a training step or beside generation, and each wants the interpreter too.
+
+    `processes`: of this host that do so at once, and share its processors.
+    """
+    return max(1, min(4, len(os.sched_getaffinity(0)) // (4 * processes)))
 
 
 def tensor_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:

@@ -9,13 +9,14 @@ Only rank 0 writes manifests and `latest`: whatever another does or leaves undon
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Literal, TypeVar
 
 from tba.contracts.errors import CorruptObject, StoreUnavailable
 from tba.contracts.keys import WeightsKey
 from tba.contracts.records import FileEntry
+from tba.snapshots.beside import Beside
 from tba.snapshots.encode import EncodedDelta
 from tba.snapshots.files import check_size
 from tba.snapshots.publish import Part, merge_parts
@@ -34,10 +35,20 @@ T = TypeVar("T")
 class Parts:
     """The other ranks that upload. For the thread that publishes."""
 
-    def __init__(self, channels: Mapping[int, Channel], *, reply_seconds: float = REPLY_SECONDS) -> None:
-        """`channels`: by rank."""
+    def __init__(
+        self,
+        channels: Mapping[int, Channel],
+        names: Collection[str],
+        *,
+        num_threads: int | None = None,
+        reply_seconds: float = REPLY_SECONDS,
+    ) -> None:
+        """`channels`: by rank. `names`: of all tensors of a snapshot, whoever holds them."""
         self._channels = dict(sorted(channels.items()))
+        self._names = frozenset(names)
         self._reply_seconds = reply_seconds
+        self.num_threads = num_threads
+        """That encode rank 0's part; null: of a process that has the host for itself."""
 
     @property
     def owners(self) -> tuple[int, ...]:
@@ -62,13 +73,19 @@ class Parts:
         """All data objects below `key`, of all ranks, once they are in `store`; `own` writes rank 0's.
 
         Raises: what `own` does; StoreUnavailable, AccessDenied, UserError of another rank's uploads, or if they are not
-        where this rank looks. None goes on then.
+        where this rank looks; ValueError if a tensor is in no part, or in two. None goes on then.
         """
         order = Put(version=key.version, epoch=key.epoch, nonce=key.nonce, encoding=encoding)
         mine, replies = self._ask(order, own)
         others = merge_parts(reply.part for reply in replies if isinstance(reply, Stored))
         _require_there(store, key, others.files)
-        return merge_parts([mine, others])
+        merged = merge_parts([mine, others])
+        if wrong := self._names ^ {tensor.name for tensor in merged.tensors}:
+            raise ValueError(
+                f"each tensor must be of one part, got {sorted(wrong)[:4]} of none, or of no use: ranks deal shares "
+                "differently (`shares`); start all from one release"
+            )
+        return merged
 
     def settle(self, base: str | None) -> None:
         """The publish is over; `base`: manifest key under which its tensors are kept, null: they are not."""
@@ -89,16 +106,31 @@ class Parts:
 
     def _replies(self) -> dict[int, Reply]:
         deadline = time.monotonic() + self._reply_seconds
-        return {
-            rank: REPLY.validate_json(channel.receive(max(1.0, deadline - time.monotonic())))
-            for rank, channel in self._channels.items()
-        }
+        return {rank: self._reply(rank, deadline) for rank in self._channels}
+
+    def _reply(self, rank: int, deadline: float) -> Reply:
+        try:
+            text = self._channels[rank].receive(max(1.0, deadline - time.monotonic()))
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"trainer rank {rank} must upload its part of a snapshot within {self._reply_seconds:.0f} s, got no "
+                "word of it: see where it hangs; a restarted trainer resumes from the newest checkpoint"
+            ) from error
+        return REPLY.validate_json(text)
 
 
 def _require_there(store: ObjectStore, key: WeightsKey, files: Sequence[FileEntry]) -> None:
     """Readers are to find what others wrote: their hosts may have a directory of the same name, or another endpoint."""
+    shares = [files[first::_LOOKS] for first in range(min(_LOOKS, len(files)))]
+    looks = [Beside("parts-look", partial(_look, store, key, share)) for share in shares]
+    for look in looks:
+        look.wait()
+    for look in looks:
+        look.result()
 
-    def look(entry: FileEntry) -> None:
+
+def _look(store: ObjectStore, key: WeightsKey, files: Sequence[FileEntry]) -> None:
+    for entry in files:
         try:
             check_size(store, key.prefix, entry)
         except (NotFound, CorruptObject) as error:
@@ -106,9 +138,6 @@ def _require_there(store: ObjectStore, key: WeightsKey, files: Sequence[FileEntr
                 f"{entry.name} of {key.prefix} was written by another rank and is not so in {store.uri} as rank 0 sees "
                 f"it ({error}): give all hosts of the trainer the same bucket"
             ) from error
-
-    with ThreadPoolExecutor(_LOOKS, thread_name_prefix="parts-look") as pool:
-        list(pool.map(look, files))
 
 
 def _json(order: Order) -> str:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 from torch import Tensor
 
@@ -34,12 +35,11 @@ from tba.snapshots.publish import (
     DELTA,
     FULL,
     MAX_FILE_BYTES,
+    Part,
     finish_delta,
     finish_snapshot,
     part_stem,
     publish_adapter,
-    publish_delta,
-    publish_snapshot,
     put_encoded,
     put_tensors,
 )
@@ -165,24 +165,23 @@ class Publisher:
         return self._upload_full(key, tensors, evaluation)
 
     def _upload_delta(self, key: WeightsKey, delta: EncodedDelta, evaluation: EvalRequest | None) -> SnapshotManifest:
-        if self._parts is None:
-            return publish_delta(self._store, key, delta, parent=self._parent, evaluation=evaluation)
-        stem = part_stem(DELTA, 0)
-        own = partial(put_encoded, self._store, key, delta.part, stem=stem, max_file_bytes=MAX_FILE_BYTES)
-        part = self._parts.put(self._store, key, "delta", own)
+        own = partial(put_encoded, self._store, key, delta.part, stem=self._stem(DELTA), max_file_bytes=MAX_FILE_BYTES)
+        part = self._put(key, "delta", own)
         return finish_delta(self._store, key, delta, part, parent=self._parent, evaluation=evaluation)
 
     def _upload_full(
         self, key: WeightsKey, tensors: Mapping[str, Tensor], evaluation: EvalRequest | None
     ) -> SnapshotManifest:
-        if self._parts is None:
-            return publish_snapshot(
-                self._store, key, tensors, assets=self._assets, parent=self._parent, evaluation=evaluation
-            )
-        stem = part_stem(FULL, 0)
-        own = partial(put_tensors, self._store, key, tensors, stem=stem, max_file_bytes=MAX_FILE_BYTES)
-        part = self._parts.put(self._store, key, "full", own)
+        own = partial(put_tensors, self._store, key, tensors, stem=self._stem(FULL), max_file_bytes=MAX_FILE_BYTES)
+        part = self._put(key, "full", own)
         return finish_snapshot(self._store, key, part, assets=self._assets, parent=self._parent, evaluation=evaluation)
+
+    def _put(self, key: WeightsKey, encoding: Literal["full", "delta"], own: Callable[[], Part]) -> Part:
+        """All data objects below `key`; `own` writes this process's."""
+        return own() if self._parts is None else self._parts.put(self._store, key, encoding, own)
+
+    def _stem(self, stem: str) -> str:
+        return stem if self._parts is None else part_stem(stem, 0)
 
     def _upload_adapter(
         self, key: WeightsKey, tensors: Mapping[str, Tensor], adapter: AdapterOf, evaluation: EvalRequest | None
@@ -212,7 +211,8 @@ def _encode(base: Base, tensors: Mapping[str, Tensor], settings: Delta, parts: P
     """What this process holds of the difference; None: publish in full, for all."""
     started = time.monotonic()
     limit = settings.max_ratio * full_bytes(base.manifest.tensors)  # all parts together
-    own = partial(encode_delta, base, tensors, max_bytes=limit)
+    threads = None if parts is None else parts.num_threads
+    own = partial(encode_delta, base, tensors, max_bytes=limit, num_threads=threads)
     try:
         return own() if parts is None else parts.encode(base.key, own, max_bytes=limit)
     except CorruptObject as error:

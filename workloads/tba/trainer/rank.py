@@ -4,7 +4,10 @@ It has no buffer and no random numbers, and reads nothing: all it needs comes fr
 it writes the data objects of its part of each snapshot (`uploader`), and nothing else.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,13 +21,14 @@ from tba.log import UPLOAD_DELEGATED, log
 from tba.models import build_model
 from tba.objectives import lookup
 from tba.run_record import find_run_record
+from tba.snapshots.encode import codec_threads
 from tba.store import ObjectStore
 from tba.trainer.batchrows import BatchRows
 from tba.trainer.collate import Collator
 from tba.trainer.gradient import BatchGradient
 from tba.trainer.optim import Optimizer
 from tba.trainer.parts import Parts
-from tba.trainer.ranks import Order, Ranks
+from tba.trainer.ranks import END_SECONDS, Order, Ranks
 from tba.trainer.sharded_adapted import make_sharded_policy
 from tba.trainer.stopwatch import Stopwatch
 from tba.trainer.uploader import Uploader
@@ -150,10 +154,15 @@ def order_build(
     ranks.order("build", facts, arrays)
 
 
-def upload_parts(ranks: Ranks) -> Parts | None:
-    """As rank 0, after making its policy of an `order_build` with a bucket: who has found that; None if nobody has."""
+def upload_parts(ranks: Ranks, names: Collection[str]) -> Parts | None:
+    """As rank 0, after making its policy of an `order_build` with a bucket: who has found that; None if nobody has.
+
+    `names`: of all tensors of a snapshot.
+    """
     others = [rank for rank in ranks.who(True) if rank != 0]
-    return Parts({rank: ranks.channel(rank) for rank in others}) if others else None
+    if not others:
+        return None
+    return Parts({rank: ranks.channel(rank) for rank in others}, names, num_threads=codec_threads(ranks.on_host))
 
 
 def step_facts(settings: TrainerSettings, *, beta: float, step: int, epoch: int) -> dict[str, Any]:
@@ -168,13 +177,26 @@ def _uploader(bucket: Bucket, ranks: Ranks, open_bucket: OpenBucket) -> Uploader
         store = open_bucket(bucket)
         record = find_run_record(store)
         if record is None or record.run_id != bucket.run_id:
-            problem = f"{bucket.uri} holds another run here, or none: its directory is not shared with rank 0's host"
+            problem = f"{bucket.uri} holds another run here, or none: this host does not share it with rank 0's"
     except (UserError, StoreUnavailable) as error:
         problem = str(error)
     if problem:
         log.warning(UPLOAD_DELEGATED, rank=ranks.rank, reason=problem)
     ranks.who(not problem)
-    return None if problem or store is None else Uploader(store, ranks.channel(0), rank=ranks.rank)
+    if problem or store is None:
+        return None
+    threads = codec_threads(ranks.on_host)
+    return Uploader(store, ranks.channel(0), rank=ranks.rank, on_loss=_end_after_rank_0, num_threads=threads)
+
+
+def _end_after_rank_0(error: BaseException) -> None:
+    """In a thread: rank 0 waits for what this rank was to upload, and the main thread waits for rank 0.
+
+    If it is rank 0 that has gone, the main thread knows and leaves as it should before this returns.
+    """
+    time.sleep(END_SECONDS)
+    traceback.print_exception(error)
+    os._exit(1)
 
 
 def _json(contract: Model | Objective | TrainerSettings) -> dict[str, Any]:

@@ -109,8 +109,11 @@ class RankProcesses:
         `argv`: what starts a rank. Raises: OSError if a process cannot be started.
         """
         self._children: dict[int, subprocess.Popen[bytes]] = {}
+        on_host = str(first_device + len(ranks))
         for device, rank in enumerate(ranks, start=first_device):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(device), "WORLD_SIZE": str(size)}
+            own = {
+                "RANK": str(rank), "LOCAL_RANK": str(device), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": on_host,
+            }  # fmt: skip
             self._children[rank] = _start(argv, own | {_STORE: f"{store[0]} {store[1]}"})
             log.info(PROCESS_STARTED, rank=rank, pid=self._children[rank].pid)
 

@@ -9,6 +9,7 @@ A rank that ends breaks the connections of the others: their next order or colle
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -69,10 +70,12 @@ class Order:
 class Ranks:
     """This process among `size` ranks. For one thread: collectives have an order."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, store: Store) -> None:
+    def __init__(self, rank: int, size: int, device: torch.device, store: Store, *, on_host: int) -> None:
         """After `torch.distributed.init_process_group` at `store`; all ranks at once."""
         self.rank = rank
         self.size = size
+        self.on_host = on_host
+        """Ranks that share this host's processors, this one included."""
         self.device = device
         self._store: Any = store
         self.mesh: DeviceMesh = init_device_mesh(device.type, (size,))
@@ -159,10 +162,15 @@ class Ranks:
         return data.numpy().tobytes()
 
 
-def join(rank: int, size: int, device: torch.device, store: TCPStore | None = None) -> Ranks:
-    """Meet the other ranks at `store`, or where torchrun's environment variables say."""
+def join(
+    rank: int, size: int, device: torch.device, store: TCPStore | None = None, *, on_host: int | None = None
+) -> Ranks:
+    """Meet the other ranks at `store`, or where torchrun's environment variables say.
+
+    `on_host`: ranks of this host; null: as the environment says, else all.
+    """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=COLLECTIVE_SECONDS)
     meeting = store if store is not None else next(rendezvous("env://", timeout=timeout))[0]
     dist.init_process_group(backend, store=meeting, rank=rank, world_size=size, timeout=timeout)
-    return Ranks(rank, size, device, meeting)
+    return Ranks(rank, size, device, meeting, on_host=on_host or int(os.environ.get("LOCAL_WORLD_SIZE", size)))

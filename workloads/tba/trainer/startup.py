@@ -28,7 +28,7 @@ from tba.contracts.runfile import RunFile
 from tba.contracts.supported import refuse_unsupported
 from tba.log import EPOCH_TAKEN, MODEL_LOADED, PROMPTS_MATERIALISED, SCORER_CHOSEN, log
 from tba.lora import try_targets
-from tba.models import LoadedModel, build_model, load_model, load_weights
+from tba.models import LoadedModel, build_model, load_model, load_weights, weight_tensors
 from tba.prompts import PromptSet, load_prompt_set, materialize
 from tba.protocol.bookkeeping import Bookkeeping
 from tba.protocol.latest import RunEnded
@@ -226,6 +226,7 @@ def _learner(
         )
     else:
         order_build(ranks, config.model, objective, assets, Bucket(store.uri, record.run_id))
+        names = list(weight_tensors(model))  # an adapter adds others to it
         policy = make_sharded_policy(
             model,
             config=config.model,
@@ -233,7 +234,7 @@ def _learner(
             temperature=objective.temperature,
             ranks=ranks,
         )
-        parts = upload_parts(ranks)
+        parts = upload_parts(ranks, names)
     scorer = policy.scorer
     log.info(SCORER_CHOSEN, layout=scorer.layout, dtype=config.model.dtype, refused=scorer.refused)
     return Learner(policy, config, ranks), parts

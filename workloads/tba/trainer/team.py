@@ -53,7 +53,7 @@ class Team:
         self._processes = RankProcesses(range(1, ranks), argv, size=size, store=(_LOCALHOST, port), first_device=1)
         self._watch = threading.Thread(target=self._watch_processes, name="ranks", daemon=True)
         self._watch.start()
-        self.ranks = join(0, size, device, self._store)
+        self.ranks = join(0, size, device, self._store, on_host=ranks)
         """This process among them."""
 
     @property

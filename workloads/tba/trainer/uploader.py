@@ -1,6 +1,6 @@
 """Encodes and uploads one rank's part of each snapshot, in a thread of its own, as rank 0 directs it (`parts`)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -28,11 +28,24 @@ class Uploader:
     """One publish at a time. Beside what was staged it holds what it put of the publish before, as rank 0 says."""
 
     def __init__(
-        self, store: ObjectStore, channel: Channel, *, rank: int, max_file_bytes: int = MAX_FILE_BYTES
+        self,
+        store: ObjectStore,
+        channel: Channel,
+        *,
+        rank: int,
+        on_loss: Callable[[BaseException], None],
+        num_threads: int | None = None,
+        max_file_bytes: int = MAX_FILE_BYTES,
     ) -> None:
+        """`on_loss`: called in the thread when it can serve rank 0 no more, who would wait for hours to hear so.
+
+        `num_threads`: that encode; null: of a process that has the host for itself.
+        """
         self._store = store
         self._channel = channel
         self._rank = rank
+        self._on_loss = on_loss
+        self._num_threads = num_threads
         self._max_file_bytes = max_file_bytes
         self._kept: _Kept | None = None
         self._publish: Beside[None] | None = None
@@ -45,10 +58,24 @@ class Uploader:
     def start(self, staged: Mapping[str, Tensor]) -> None:
         """Serve rank 0's orders for a publish of these host tensors, which nobody may change from now on."""
         self.join()
-        self._publish = Beside("publish", lambda: self._serve(staged))
+        self._publish = Beside("publish", lambda: self._run(staged))
+
+    def _run(self, staged: Mapping[str, Tensor]) -> None:
+        try:
+            self._serve(staged)
+        except BaseException as error:
+            self._on_loss(error)
+            raise
 
     def _serve(self, staged: Mapping[str, Tensor]) -> None:
-        work = _Publish(self._store, staged, self._kept, rank=self._rank, max_file_bytes=self._max_file_bytes)
+        work = _Publish(
+            self._store,
+            staged,
+            self._kept,
+            rank=self._rank,
+            num_threads=self._num_threads,
+            max_file_bytes=self._max_file_bytes,
+        )
         while True:
             order = ORDER.validate_json(self._channel.receive())
             if isinstance(order, Settle):
@@ -67,10 +94,11 @@ class _Publish:
         base: _Kept | None,
         *,
         rank: int,
+        num_threads: int | None,
         max_file_bytes: int,
     ) -> None:
         self._store, self._staged, self._base = store, staged, base
-        self._rank, self._max_file_bytes = rank, max_file_bytes
+        self._rank, self._num_threads, self._max_file_bytes = rank, num_threads, max_file_bytes
         self._encoded: EncodedPart | None = None
         self._put: tuple[str, Part] | None = None
 
@@ -79,7 +107,14 @@ class _Publish:
         base = self._base
         if base is None or base.key != order.base:
             return Encoded(num_bytes=None)
-        self._encoded = encode_part(base.key, base.entries, base.tensors, self._staged, max_bytes=order.max_bytes)
+        self._encoded = encode_part(
+            base.key,
+            base.entries,
+            base.tensors,
+            self._staged,
+            max_bytes=order.max_bytes,
+            num_threads=self._num_threads,
+        )
         return Encoded(num_bytes=None if self._encoded is None else self._encoded.num_bytes)
 
     def put(self, order: Put) -> Stored:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from support.statistics import is_plausible, ks_2samp
+from support.plausibility import is_plausible, ks_2samp
 
 
 def samples(share):
