@@ -78,7 +78,6 @@ layout() { # layout NAME: sets what one run is: its arm, clock, seconds beside i
   3) beside=60 clock=$PAIR_SECONDS_TRL ;;
   5) beside=90 ;;
   6) beside=100 ;;
-  7one) beside=85 clock=$SCALING_SECONDS more=(--variant "1 searcher" --set searcher.replicas=1) ;;
   9) beside=100 cards=$(shared "$searchers") more+=(--searchers "$searchers") ;;
   # Speed alone.
   2three) beside=60 clock=22 more=(--variant "speed, 3 engines a card" --engines 3 --evaluate-every 0) ;;
@@ -138,6 +137,14 @@ lane() { # lane a|b SEED...: on one half of a host with four cards, with half of
   mkdir -p "$RUN_ROOT"
   if [ $LANE = a ]; then taskset -cp "0-$((half - 1))" $BASHPID; else taskset -cp "$half-$((2 * half - 1))" $BASHPID; fi > /dev/null
   pairs "$@"
+}
+
+lanes() { # lanes SEED...: pairs, two runs at a time
+  begin_pairs
+  lane a "$@" & # each in a shell of its own
+  lane b "$@" &
+  wait
+  end_pairs "$@"
 }
 
 look() { # look LIMIT SECONDS NAME CARDS ARGUMENTS...: speed alone, of one layout
@@ -211,24 +218,18 @@ pairs) # what the headline compares, on both cards: session.sh pairs SEED...
   ;;
 lanes) # the same on four cards, two runs at a time: session.sh lanes SEED...
   shift
-  begin_pairs
-  lane a "${@:-0}" & # each in a shell of its own
-  lane b "${@:-0}" &
-  wait
-  end_pairs "${@:-0}"
+  lanes "${@:-0}"
   ;;
 choose) # looks at layouts of arm 9 in two lanes; the one that should learn fastest is that of arm 9 from now on
-  begin_pairs
-  export PAIR_ARMS="${LOOKS:-9x2x128 9x5x128 9x3x128 9x4x64}"
-  lane a 0 &
-  lane b 0 &
-  wait
-  end_pairs 0
+  PAIR_ARMS="${LOOKS:-9x2x128 9x5x128 9x3x128 9x4x64}"
+  lanes 0
   python3 tests/bench/gpu/choose_layout.py --runs "$KEEP/gpu_count.jsonl" -o "$PARTS/searchers" \
     --start "$(python3 -c "import json; print(json.load(open('$START/made.json'))['weights'])")"
   ;;
-scaling) # two and three searchers, each on a card of its own; one searcher is a layout of pairs: session.sh scaling SEED
+scaling) # one to three searchers, each on a card of its own, with nothing beside: session.sh scaling SEED
   export SECONDS_A_RUN=$SCALING_SECONDS
+  count 0,1 175 --arms 7 --seeds "${2:-0}" --variant "1 searcher" --set searcher.replicas=1
+  rm -rf "${RUN_ROOT:?}"/*
   count 0,1,2 175 --arms 7 --seeds "${2:-0}" --variant "2 searchers" --set searcher.replicas=2
   rm -rf "${RUN_ROOT:?}"/*
   count 0,1,2,3 175 --arms 7 --seeds "${2:-0}"

@@ -61,7 +61,7 @@ class RowSource(Protocol):
         ...
 
     def mu_logprobs(self, rows: np.ndarray) -> np.ndarray:
-        """float32; NaN before a row's first use."""
+        """float32; NaN where no sampler told it, before a row's first use."""
         ...
 
     def set_mu_logprobs(self, rows: np.ndarray, values: np.ndarray) -> None:
@@ -121,7 +121,7 @@ class BatchRows:
         """Nothing: rank 0 does it."""
 
     def mu_logprobs(self, rows: np.ndarray) -> np.ndarray:
-        """float32; NaN before a row's first use."""
+        """float32; NaN where no sampler told it, before a row's first use."""
         return self._arrays["mu_logprobs"][rows]
 
     def set_mu_logprobs(self, rows: np.ndarray, values: np.ndarray) -> None:
