@@ -16,7 +16,7 @@ export TOKENIZERS_PARALLELISM := false
 # Where it is set, every process of a run and of a test compiles this project's sources anew: a second each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-seeds test tiers test-failed test-unit test-integration test-faults cluster-build cluster-images cluster-programs cluster-archives cluster-up cluster-down cluster-clean test-cluster test-cluster-failed test-cluster-faults model-check check lint types lock format bench bench-operator clean
+.PHONY: help demo demo-seeds test tiers test-failed test-unit test-integration test-properties test-faults cluster-build cluster-images cluster-programs cluster-archives cluster-up cluster-down cluster-clean test-cluster test-cluster-failed test-cluster-faults model-check check lint types lock format bench bench-operator clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
@@ -44,6 +44,9 @@ test-unit: $(VENV)/.dev  ## pure logic only
 
 test-integration: $(VENV)/.dev  ## real processes and servers
 	$(BIN)/python -m pytest tests/integration -q $(PARALLEL)
+
+test-properties: $(VENV)/.dev  ## the properties of the unit tests, each on 1,000 examples unless it names its own number
+	$(BIN)/python -m pytest tests/unit -q -m hypothesis --hypothesis-profile=thorough $(PARALLEL)
 
 test-faults: $(VENV)/.dev  ## the long fault tier: SIGKILL at every failpoint and at random
 	$(BIN)/python -m pytest tests/faults -q -s

@@ -11,6 +11,7 @@ from tba.store import ObjectStore, open_store
 from tba.store.serve import EmbeddedServer
 
 settings.register_profile("tba", deadline=None)  # a loaded machine is no failure
+settings.register_profile("thorough", deadline=None, max_examples=1000, print_blob=True)  # make test-properties
 settings.load_profile("tba")
 
 _prefixes = itertools.count()
