@@ -42,6 +42,14 @@ trainer_bench() {
   step 1 200 tests-trainer python3 -m pytest tests/gpu -q -s -p no:cacheprovider --ignore tests/gpu/test_vllm_on_gpu.py
 }
 
+memory() { # ways to keep less for the backward pass, on the first card
+  local bench=(python3 tests/bench/gpu/bench_trainer_gpu.py --tokenizer "$VS/smol" --repetitions 3)
+  step 0 150 memory-selective "${bench[@]}" --shapes 1.5b --micro-rows 20 --set activationCheckpointing=Selective -o "$PARTS/gpu_trainer.3.json"
+  step 0 150 memory-smaller "${bench[@]}" --shapes 1.5b --micro-rows 20 --micro-batch-tokens 12288 -o "$PARTS/gpu_trainer.4.json"
+  step 0 100 memory-small "${bench[@]}" --shapes 0.135b --micro-rows 80 --set activationCheckpointing=Selective -o "$PARTS/gpu_trainer.5.json"
+  merge gpu_trainer
+}
+
 engine() { # engine CARD PROMPTS
   step "$1" 300 engine python3 tests/bench/gpu/bench_engine.py --model "$START/start" --prompts "$2" --repetitions 2 \
     -o "$KEEP/gpu_engine.json"
@@ -171,6 +179,7 @@ first) # the first piece is there: the trainer's bench needs no more, and runs o
   setsid nohup python3 -m compileall -q -j 8 "$VS/site" > /dev/null 2>&1 < /dev/null &
   ;;
 trainer) OUT=$PARTS/none; mkdir -p "$OUT"; trainer_bench ;;
+memory) memory ;;
 second) hack/gpu/install.sh b ;;
 third) # the model is complete: its start, the tests of the tier, engine and weights on the first card
   hack/gpu/install.sh c || exit 1

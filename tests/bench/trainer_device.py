@@ -35,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--prompt", type=int, default=72, help="tokens of each prompt")
     group.add_argument("--max-response", type=int, default=256, help="greatest response, tokens")
     group.add_argument("--micro-batch-tokens", type=int, default=65536)
-    group.add_argument("--checkpointing", choices=["Auto", "Always", "Never"], default="Never")
+    group.add_argument("--checkpointing", choices=["Auto", "Always", "Selective", "Never"], default="Never")
     group.add_argument("--compile", action="store_true")
     group.add_argument("--offload-reference", action="store_true")
     group.add_argument("--steps", type=int, default=8, help="measured, after two that are not")

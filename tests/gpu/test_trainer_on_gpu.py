@@ -16,7 +16,7 @@ from tba.scoring import Scorer
 from tba.scoring.attention import flash_reason
 from tba.trainer.adapted import make_policy
 from tba.trainer.learner import Learner
-from tba.trainer.memory import layers_of, set_checkpointing
+from tba.trainer.memory import activation_bytes, layers_of, set_recomputation
 from tba.trainer.model import Policy
 
 pytestmark = [
@@ -115,6 +115,7 @@ def test_policy_equal_to_its_reference_has_no_log_ratio_at_all_in_the_same_micro
     [
         {"micro_batch_tokens": 20},
         {"activation_checkpointing": "Always"},
+        {"activation_checkpointing": "Selective"},
         {"offload_reference": True},
         {"compile": True},
     ],
@@ -130,7 +131,7 @@ def test_settings_change_the_gradient_by_rounding_only(changes):
     assert relative(found[1], found[0]) < 0.03
 
 
-@pytest.mark.parametrize("recomputed", ["Auto", "Always"])
+@pytest.mark.parametrize("recomputed", ["Auto", "Selective", "Always"])
 def test_an_adapter_learns_while_its_base_stays_bit_for_bit(recomputed):
     made = adapted_learner()
     base = {n: p.clone() for n, p in made.policy.model.named_parameters() if not p.requires_grad}
@@ -161,16 +162,22 @@ def test_step_waits_for_the_gpu_at_the_gradient_norm_alone():
 def test_recomputed_layers_keep_less_memory():
     rows = [np.arange(40) % 40] * 64
     peaks = []
-    for wanted in (False, True):
+    for wanted in ("none", "selective", "full"):
         model = on_gpu(num_hidden_layers=8)
         scorer = Scorer(model, temperature=1.0)
-        set_checkpointing(model, wanted)
+        set_recomputation(model, wanted)
         packed = scorer.pack([np.array([i % 40, 1]) for i in range(64)], rows)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         scorer.sequence_logprobs(packed).sum().backward()
         peaks.append(torch.cuda.max_memory_allocated() - before)
-    assert peaks[1] < 0.6 * peaks[0]
+    assert peaks[1] < 0.75 * peaks[0] and peaks[2] < 0.6 * peaks[0]
+
+
+def test_what_selective_recomputation_keeps_is_measured():
+    model = on_gpu(num_hidden_layers=8)
+    measured = activation_bytes(model, Scorer(model, temperature=1.0))
+    assert measured["selective"] < 0.75 * measured["none"]
 
 
 def test_flash_is_possible_on_this_card():

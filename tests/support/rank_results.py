@@ -11,8 +11,8 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests/support/rank_runs.py"
-RECIPES = ["plain", "oversized", "one_group", "ratio", "ema", "reset", "clipped", "recomputed", "bfloat16"]
-RECIPES += ["adapter", "adapter_recomputed"]
+RECIPES = ["plain", "oversized", "one_group", "ratio", "ema", "reset", "clipped", "recomputed", "selective"]
+RECIPES += ["bfloat16", "adapter", "adapter_recomputed"]
 
 
 def rank_environment(**more: str) -> dict[str, str]:

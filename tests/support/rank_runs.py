@@ -60,6 +60,7 @@ RECIPES = {
     "reset": Recipe({"reference": {"type": "Reset", "everySteps": 2}}),
     "clipped": Recipe({"optimizer": {"maxGradNorm": 0.01}}),
     "recomputed": Recipe({}, micro_batch_tokens=30, checkpointing="Always"),
+    "selective": Recipe({}, micro_batch_tokens=30, dtype="bfloat16", checkpointing="Selective"),
     "bfloat16": Recipe({}, micro_batch_tokens=30, dtype="bfloat16"),
     "adapter": Recipe({"optimizer": {"maxGradNorm": 0.01}}, micro_batch_tokens=30, adapted=True),
     "adapter_recomputed": Recipe(

@@ -74,6 +74,9 @@ def measure(options: argparse.Namespace, shape: str) -> list[Row]:
     if ours is None:
         raise SystemExit(f"{shape}: our step failed, see above")
     tokens = int(lengths(options.rows).sum())
+    budget = options.micro_batch_tokens
+    changed = [*options.settings, *([f"microBatchTokens={budget}"] if budget else [])]
+    name = ", ".join([shape, *changed])
     note = f"{tokens} tokens, rows of {options.rows[2]} + 1..{options.rows[3]}; "
     note += "ours: float32 masters, bfloat16 working copy; TRL: float32 weights, bfloat16 autocast"
     if options.checkpointing:
@@ -88,7 +91,7 @@ def measure(options: argparse.Namespace, shape: str) -> list[Row]:
             baseline = (f"TRL, {best['micro_rows']} rows a micro-batch", tokens / statistics.median(best[kind]))
         rows.append(
             record(
-                "perf", "gpu_trainer", f"{shape}: {what}", statistics.median(rates), "tokens/s", baseline=baseline,
+                "perf", "gpu_trainer", f"{name}: {what}", statistics.median(rates), "tokens/s", baseline=baseline,
                 target=">= 1.3" if best else None, runs=rates, command=command, note=note,
             )
         )  # fmt: skip
@@ -98,7 +101,7 @@ def measure(options: argparse.Namespace, shape: str) -> list[Row]:
         told += f", TRL {best['peak'] / 1e9:.2f} GB in the micro-batch that is fastest for it" if best else ""
         rows.append(
             record(
-                "perf", "gpu_trainer", f"{shape}: peak memory beyond static state", ours["extra"] / 1e9, "GB",
+                "perf", "gpu_trainer", f"{name}: peak memory beyond static state", ours["extra"] / 1e9, "GB",
                 baseline=("TRL", best["extra"] / 1e9) if best else None, target="<= 0.6" if best else None,
                 command=command, note=told,
             )

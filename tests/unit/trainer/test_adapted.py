@@ -94,10 +94,11 @@ def test_a_checkpoint_holds_the_adapter_and_its_moments_and_training_goes_on_bit
     assert all(torch.equal(t, theirs[n]) for n, t in learner.policy.master_state().items())
 
 
-def test_recomputed_layers_give_the_same_gradients():
+@pytest.mark.parametrize("mode", ["Always", "Selective"])
+def test_recomputed_layers_give_the_same_gradients(mode):
     learner, plain = make_learner(lora_config()), make_learner(lora_config())
     live = live_config()
-    again = live.model_copy(update={"trainer": TrainerSettings(activation_checkpointing="Always")})
+    again = live.model_copy(update={"trainer": TrainerSettings(activation_checkpointing=mode)})
     for made, settings in ((learner, again), (plain, live)):
         feed(made, make_shard(0))
         made.train_step(settings, epoch=1)

@@ -1,12 +1,17 @@
-"""What the backward pass keeps in memory: whether layers are recomputed, and whether they are compiled.
+"""What the backward pass keeps in memory: how much of a layer is computed again, and whether layers are compiled.
 
 Whether activations fit is measured, not guessed from shapes: a short forward pass with gradients tells bytes a token.
 """
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tba.contracts.config import TrainerSettings
@@ -14,11 +19,25 @@ from tba.contracts.errors import UserError
 from tba.log import ACTIVATIONS_PLANNED, log
 from tba.scoring import Scorer
 
+Recomputation = Literal["none", "selective", "full"]
+"""Of a decoder layer in the backward pass: nothing, all but its expensive results, all."""
 HEADROOM = 0.8
 """Share of free memory that activations may take: fragmentation, logits and kernels' own need the rest."""
 STATE_BYTES = 12
 """A parameter's gradient and two moments, float32: not there yet when the first step is planned."""
 PROBE_TOKENS = 256
+_EXPENSIVE = (
+    "aten.mm",
+    "aten.addmm",
+    "aten._grouped_mm",
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    "torch_attn._varlen_attn",
+)
+"""Operators whose results selective recomputation keeps. Not batched products: plain attention makes its length by
+length scores with them, which are what it must not keep."""
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -26,9 +45,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def needs_checkpointing(bytes_per_token: float, budget_tokens: int, free_bytes: int) -> bool:
-    """Whether a micro-batch's activations would take more than a safe share of what is free."""
-    return bytes_per_token * budget_tokens > HEADROOM * free_bytes
+def cheapest_that_fits(
+    bytes_per_token: Mapping[Recomputation, float], budget_tokens: int, free_bytes: int
+) -> Recomputation:
+    """The least recomputation with which a micro-batch's activations take a safe share of what is free at most."""
+    for level in ("none", "selective"):
+        if level in bytes_per_token and bytes_per_token[level] * budget_tokens <= HEADROOM * free_bytes:
+            return level
+    return "full"
 
 
 def spare_bytes(free: int, total: int, own: int, engine_share: float) -> int:
@@ -40,29 +64,33 @@ def spare_bytes(free: int, total: int, own: int, engine_share: float) -> int:
 
 
 def layers_of(model: nn.Module) -> list[GradientCheckpointingLayer]:
-    """The decoder layers that transformers can recompute."""
+    """The decoder layers, of models whose layers transformers could recompute."""
     return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
-def set_checkpointing(model: nn.Module, wanted: bool) -> None:
-    """Recompute each decoder layer in the backward pass, or keep its activations.
+def set_recomputation(model: nn.Module, wanted: Recomputation) -> None:
+    """Compute each decoder layer again in the backward pass: not at all, but for what is expensive, or whole.
 
-    Raises: UserError if `wanted` and transformers cannot do that with this model.
+    Not by transformers' own switch, which is read in training mode only: some families' layers drop out then.
+    Inside the layer's call, not around it: FSDP's hooks gather a different number of times in the backward pass.
+
+    Raises: UserError if the model has no layers that transformers could recompute.
     """
     layers = layers_of(model)
-    if not wanted:
-        for layer in layers:
-            layer.gradient_checkpointing = layer.training = False
+    for layer in layers:
+        layer.__dict__.pop("forward", None)
+    if wanted == "none":
         return
-    if not layers or not getattr(model, "supports_gradient_checkpointing", False):
+    if not layers:
         raise UserError(
             f"trainer.activationCheckpointing: {type(model).__name__} has no layers that can be recomputed: set Never"
         )
     # No dropout anywhere: random states need not be kept.
-    model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})  # type: ignore[operator]
+    how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if wanted == "selective":
+        how["context_fn"] = partial(create_selective_checkpoint_contexts, _expensive_operators())
     for layer in layers:
-        # The switch is read in training mode only. Nothing but the layer itself enters it: its modules stay in eval.
-        layer.training = True
+        layer.forward = partial(checkpoint, layer.forward, **how)
 
 
 def compile_layers(*models: nn.Module) -> None:
@@ -73,37 +101,45 @@ def compile_layers(*models: nn.Module) -> None:
 
 
 class ActivationMemory:
-    """Decides about checkpointing for one model, anew when the settings change."""
+    """Decides about recomputation for one model, anew when the settings change."""
 
-    def __init__(self, model: nn.Module, scorer: Scorer, *, bytes_per_token: float | None = None) -> None:
-        """`bytes_per_token`: measured before, where the model cannot be run alone."""
+    def __init__(
+        self, model: nn.Module, scorer: Scorer, *, bytes_per_token: Mapping[Recomputation, float] | None = None
+    ) -> None:
+        """`bytes_per_token`: of `activation_bytes`, measured before where the model cannot be run alone."""
         self._model = model
         self._scorer = scorer
-        self._decided: tuple[str, int, float] | None = None
+        self._decided: tuple[str, int, float, bool] | None = None
         self._bytes_per_token = bytes_per_token
 
     def configure(self, settings: TrainerSettings) -> None:
-        """Turn checkpointing on or off as the settings say. Raises: UserError for Always where it cannot be."""
+        """Recompute as the settings say. Raises: UserError for what cannot be."""
         engine = settings.colocated_searcher
         share = engine.memory_fraction if engine.enabled is True and not engine.free_memory else 0.0
-        wanted = (settings.activation_checkpointing, settings.micro_batch_tokens, share)
+        mode, budget = settings.activation_checkpointing, settings.micro_batch_tokens
+        wanted = (mode, budget, share, settings.compile)
         if wanted == self._decided:
             return
-        mode, budget, _ = wanted
+        if mode == "Selective" and settings.compile:
+            raise UserError(
+                "trainer.activationCheckpointing: Selective goes without trainer.compile, got true: "
+                "compiled layers recompute what is cheap anyway; set Auto, or compile: false"
+            )
         on_gpu = self._scorer.device.type == "cuda"
-        use = mode == "Always"
-        if mode == "Auto" and on_gpu and layers_of(self._model):
-            use = self._would_not_fit(budget, share)
-        set_checkpointing(self._model, use)
+        use: Recomputation = "none"
+        if mode in _BY_MODE:
+            use = _BY_MODE[mode]
+        elif on_gpu and layers_of(self._model):
+            use = self._cheapest_that_fits(budget, share, compiled=settings.compile)
+        set_recomputation(self._model, use)
         if on_gpu:
-            measured = None if self._bytes_per_token is None else round(self._bytes_per_token)
+            measured = {level: round(size) for level, size in (self._bytes_per_token or {}).items()}
             log.info(ACTIVATIONS_PLANNED, mode=mode, recomputed=use, bytes_per_token=measured, budget_tokens=budget)
         self._decided = wanted
 
-    def _would_not_fit(self, budget: int, engine_share: float) -> bool:
+    def _cheapest_that_fits(self, budget: int, engine_share: float, *, compiled: bool) -> Recomputation:
         device = self._scorer.device
         if self._bytes_per_token is None:
-            set_checkpointing(self._model, False)
             self._bytes_per_token = activation_bytes(self._model, self._scorer)
         free, total = torch.cuda.mem_get_info(device)
         reserved = torch.cuda.memory_reserved(device)
@@ -111,15 +147,38 @@ class ActivationMemory:
         missing = sum(local(p).numel() * STATE_BYTES for p in self._model.parameters() if p.requires_grad)
         if self._decided is not None:  # a step has been taken: moments are there
             missing = 0
-        return needs_checkpointing(self._bytes_per_token, budget, free - missing)
+        measured = dict(self._bytes_per_token)
+        if compiled:
+            measured.pop("selective", None)
+        return cheapest_that_fits(measured, budget, free - missing)
 
 
-def activation_bytes(model: nn.Module, scorer: Scorer) -> float:
-    """Bytes that a forward pass with gradients keeps, a token. On a GPU."""
+_BY_MODE: Mapping[str, Recomputation] = {"Never": "none", "Selective": "selective", "Always": "full"}
+
+
+def activation_bytes(model: nn.Module, scorer: Scorer) -> dict[Recomputation, float]:
+    """Bytes that a forward pass with gradients keeps, a token, by what is recomputed. On a GPU.
+
+    Without "selective" where that does not work: for a layer that is not the same twice, or changes what is kept.
+    """
+    found: dict[Recomputation, float] = {}
+    try:
+        for level in ("none", "selective"):
+            set_recomputation(model, level)
+            found[level] = _bytes_kept(scorer, next(p for p in model.parameters() if p.requires_grad))
+    except (RuntimeError, UserError) as error:
+        if "none" not in found or isinstance(error, torch.OutOfMemoryError):
+            raise
+    finally:
+        set_recomputation(model, "none")
+    return found
+
+
+def _bytes_kept(scorer: Scorer, trained: nn.Parameter) -> float:
+    """`trained`: one to differentiate by; the embedding, unless that is frozen."""
     device = scorer.device
     prompts = [np.zeros(PROBE_TOKENS, np.int64)]
     rows = scorer.pack(prompts, [np.zeros(1, np.int64)])
-    trained = next(p for p in model.parameters() if p.requires_grad)  # the embedding, unless that is frozen
     with torch.enable_grad():
         # Not `backward`: no parameter is to get a gradient of it. Kernels' workspaces are there from now on.
         torch.autograd.grad(scorer.token_logprobs(rows).sum(), trained)
@@ -128,3 +187,9 @@ def activation_bytes(model: nn.Module, scorer: Scorer) -> float:
     used = torch.cuda.memory_allocated(device) - before
     del kept
     return used / rows.num_tokens
+
+
+def _expensive_operators() -> list[Any]:
+    """Those of `_EXPENSIVE` that this torch has, with all their overloads."""
+    packets = (getattr(getattr(torch.ops, ns), op, None) for ns, op in (name.split(".") for name in _EXPENSIVE))
+    return [getattr(packet, overload) for packet in packets if packet is not None for overload in packet.overloads()]

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from tba.contracts.config import TrainerSettings
 from tba.contracts.errors import UserError
 from tba.scoring import Layout, Rows, Scorer
-from tba.trainer.memory import activation_bytes, layers_of, local
+from tba.trainer.memory import Recomputation, activation_bytes, layers_of, local
 from tba.trainer.optim import shard_like
 from tba.trainer.ranks import Ranks
 from tba.trainer.shares import assign
@@ -32,7 +32,7 @@ class Choice:
 
     layout: Layout
     refused: dict[Layout, str]
-    bytes_per_token: float | None
+    bytes_per_token: dict[Recomputation, float] | None
     """Of activations, on a GPU."""
 
     def scorer(self, model: nn.Module, temperature: float) -> Scorer:
