@@ -94,7 +94,7 @@ def _plain(rows: list[Row], numbers: Mapping[Origin, int]) -> list[str]:
             str(numbers[origin(row)]),
         ])  # fmt: skip
     head = ["what", "value", "baseline", "ratio", "goal", "met", "note", "#"]
-    return [*([f"All rows: {'; '.join(common)}.", ""] if common else []), *table(head, lines)]
+    return [*([f"All rows below: {'; '.join(common)}.", ""] if common else []), *table(head, lines)]
 
 
 def _wide(rows: list[Row], numbers: Mapping[Origin, int], lead: Sequence[str]) -> list[str]:

@@ -286,13 +286,14 @@ def _threshold(task: LagTask, cell: str, runs: list[LagRun], plain: list[LagRun]
     return rows
 
 
-def _place(run: LagRun, column: str, **more: str) -> Place:
+def _place(run: LagRun, column: str, label: str = "", beside: str = "") -> Place:
     """A table holds what may be compared: all cells of a rate and beta, with their fresh data."""
     lag, _, changes = run.cell.partition(":")
     changed = ", ".join(c for c in changes.split(",") if c and not c.startswith("objective."))
     subject = {"lag": lag, "objective": changed or "as it is"} if lag.isdigit() else {"lag": run.cell}
     common = fresh(run.cell).partition(":")[2].replace("objective.", "").replace(",", ", ")
-    return Place(subject, column, table=common, start=run.start, goal=f"{column} at lag {lag}", **more)
+    goal = f"{column} at lag {lag}"
+    return Place(subject, column, table=common, start=run.start, label=label, beside=beside, goal=goal)
 
 
 def _row(

@@ -82,6 +82,9 @@ def test_every_row_of_a_results_file_is_in_its_section_with_all_its_figures(page
     for row in FILES[name]:
         found, base = found_in(row, lines), row["baseline"]
         assert found, row["metric"]
+        if not row.get("place"):
+            below = " ".join(re.findall(r"^All rows below: .*", text, re.MULTILINE))
+            assert any(all(part in line.get("note", "") + below for part in row["note"].split("; ")) for line in found)
         if base and not row.get("place"):
             assert any(line["baseline"] == f"{base['name']}: {short(base['value'])}" for line in found)
         elif base:  # a line of its own
