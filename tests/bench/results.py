@@ -14,9 +14,10 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 FAMILIES = ("perf", "faults", "science", "scale")
 _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
@@ -27,6 +28,28 @@ _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
 }
 _ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a row stands in a wide table, in which all rows of a subject share a line."""
+
+    subject: dict[str, str]
+    """The first columns: what was measured."""
+    column: str
+    """What the number is, with its unit."""
+    table: str = ""
+    """What all lines of the table have in common."""
+    start: str = ""
+    """Digest of the weights that it began with. Tables of another start than the first row's are folded."""
+    label: str = ""
+    """Tells it from others in the same cell."""
+    beside: str = ""
+    """What it was made of, in few words."""
+    goal: str = ""
+    """What its target is about: rows that share one are judged together."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What else is known of the subject."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +71,7 @@ class Row:
     date: str
     command: str
     note: str
+    place: Place | None = None  # None: a line of its own
 
 
 def record(
@@ -63,6 +87,7 @@ def record(
     seeds: Sequence[int] | None = None,
     command: str | None = None,
     note: str = "",
+    place: Place | None = None,
 ) -> Row:
     """Make a row; `command` defaults to this process's own, relative to the repository.
 
@@ -87,6 +112,7 @@ def record(
         date=datetime.now(UTC).date().isoformat(),
         command=own_command() if command is None else command,
         note=note,
+        place=place,
     )
 
 

@@ -32,11 +32,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bench.gpu.bench_count import REHEARSAL, cards_of, job_settings, start_of
-from bench.gpu.count_runs import ASYNCHRONOUS, GRPO, CountRun, append_row
+from bench.gpu.count_runs import ASYNCHRONOUS, GRPO, CountRun, append_row, newest_first
 from bench.gpu.count_runs import read_runs as read_count_runs
 from bench.gpu.curves import THRESHOLDS, Point, eta, reach
 from bench.gpu.places import JOB, ROOT, end_children_too, tiny_start
-from bench.results import Row, machine, own_command, record, table, write
+from bench.results import Place, Row, machine, own_command, record, table, write
 
 RESULTS = ROOT / "docs" / "results"
 
@@ -242,7 +242,11 @@ def judge(runs: Sequence[LagRun], others: Sequence[LagRun] = (), *, task: LagTas
     Only runs from the same weights are compared.
     """
     cells: dict[tuple[str, str], list[LagRun]] = {}
-    for run in (*sorted(runs, key=lambda r: (r.start, int(r.cell.partition(":")[0]), r.cell, r.seed)), *others):
+    newest = newest_first([run.start for run in runs])
+    for run in (
+        *sorted(runs, key=lambda r: (newest[r.start], int(r.cell.partition(":")[0]), len(r.cell), r.cell, r.seed)),
+        *others,
+    ):
         cells.setdefault((run.cell, run.start), []).append(run)
     rows: list[Row] = []
     for (name, begun), found in cells.items():
@@ -252,7 +256,9 @@ def judge(runs: Sequence[LagRun], others: Sequence[LagRun] = (), *, task: LagTas
             rows += _threshold(task, cell, found, plain, threshold)
         last = min(run.held_out[-1][0] for run in found)
         ends = [dict(run.held_out)[last] for run in found]
-        rows.append(_row(task, found, f"{cell}: held out at step {last}", statistics.median(ends), "pass@1", ends, ""))
+        place = _place(found[0], "held out at the end, pass@1", beside=f"at step {last}")
+        metric = f"{cell}: held out at step {last}"
+        rows.append(_row(task, found, metric, statistics.median(ends), "pass@1", ends, "", place))
     return rows
 
 
@@ -268,13 +274,26 @@ def _threshold(task: LagTask, cell: str, runs: list[LagRun], plain: list[LagRun]
     if not steps:
         return []
     note = f"{len(steps)} of {len(runs)} reached it"
-    rows = [_row(task, runs, f"{cell}: steps to {threshold:g}", statistics.median(steps), "steps", steps, note)]
+    place = _place(runs[0], f"steps to {threshold:g}")
+    metric = f"{cell}: steps to {threshold:g}"
+    rows = [_row(task, runs, metric, statistics.median(steps), "steps", steps, note, place)]
     theirs = [at[0] for run in plain if (at := reach(run.points, threshold))]
     if theirs:
         value = eta(statistics.median(theirs), statistics.median(steps))
         metric = f"{cell}: eta at {threshold:g}"
-        rows.append(_row(task, runs, metric, value, "steps/steps", None, "", target=task.target))
+        place = _place(runs[0], "eta", label=f"to {threshold:g}")
+        rows.append(_row(task, runs, metric, value, "steps/steps", None, "", place, target=task.target))
     return rows
+
+
+def _place(run: LagRun, column: str, label: str = "", beside: str = "") -> Place:
+    """A table holds what may be compared: all cells of a rate and beta, with their fresh data."""
+    lag, _, changes = run.cell.partition(":")
+    changed = ", ".join(c for c in changes.split(",") if c and not c.startswith("objective."))
+    subject = {"lag": lag, "objective": changed or "as it is"} if lag.isdigit() else {"lag": run.cell}
+    common = fresh(run.cell).partition(":")[2].replace("objective.", "").replace(",", ", ")
+    goal = f"{column} at lag {lag}"
+    return Place(subject, column, table=common, start=run.start, label=label, beside=beside, goal=goal)
 
 
 def _row(
@@ -285,6 +304,7 @@ def _row(
     unit: str,
     values: list[float] | None,
     note: str,
+    place: Place,
     target: str | None = None,
 ) -> Row:
     seeds = [run.seed for run in runs]
@@ -299,6 +319,7 @@ def _row(
         command=runs[-1].command,
         target=target,
         note=note,
+        place=place,
     )
     return replace(made, machine=runs[-1].machine, date=runs[-1].date)  # measured there and then
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.curves import THRESHOLDS, Costs, Point, bound, eta, reach
-from bench.results import Row, record
+from bench.results import Place, Row, record
 
 ARMS = {
     1: "own synchronous loop, 1 GPU",
@@ -31,6 +31,11 @@ ASYNCHRONOUS = (5, 6, MANY, GRPO, SHARED)
 """Arms whose processes are those of `tba run`."""
 SLOW_TASK = "count-slow"
 """Its rewards wait, so neither the bound nor tau, which know of generating and training alone, says anything there."""
+
+
+_TOKENS, _OF = "response tokens/s", "g, t, o, tau, bound of"
+_SAID = {"mean staleness": "mean lag, steps"}
+"""Facts that a table has by another name."""
 
 
 @dataclass(slots=True)
@@ -104,20 +109,25 @@ def judge(runs: Sequence[CountRun]) -> list[Row]:
     """Rows for docs/results: an arm's medians over its seeds, with the number of seeds."""
     rows: list[Row] = []
     groups: dict[tuple[str, int, str, str], list[CountRun]] = {}
-    for run in sorted(runs, key=lambda r: (r.task, r.start, r.arm, r.variant, r.seed)):
+    newest = newest_first([run.start for run in runs])
+    for run in sorted(runs, key=lambda r: (r.task, newest[r.start], r.arm, r.variant, r.seed)):
         groups.setdefault((run.task, run.arm, run.variant, run.start), []).append(run)
-    for (task, arm, variant, start), found in groups.items():
-        number = _number(searchers(found[0])) if arm == MANY else ""
-        told = ", ".join(filter(None, (number, variant != number and variant, start and f"start {start}")))
+    for (task, arm, _, start), found in groups.items():
+        told = ", ".join(filter(None, (_variant(found[0]), start and f"start {start}")))
         name = f"{task}, {ARMS[arm]}{f' ({told})' if told else ''}"
         peers = {a: groups[task, a, "", start] for a in (1, 2, 3) if a != arm and (task, a, "", start) in groups}
         peer = peers.get(2) or peers.get(1)
         ours = arm in ASYNCHRONOUS
         rows += _speed(name, found, peer, peers.get(1) if arm == 5 and task != SLOW_TASK else None)
-        rows += _generated(name, found) if ours else []
+        rows += _generated(name, found)
         rows += _thresholds(name, found, peer if ours else None)
         rows += _against_trl(name, found, peers[3]) if ours and 3 in peers else []
     return rows + _scaling(groups)
+
+
+def newest_first(starts: Sequence[str]) -> dict[str, int]:
+    """The rank of each start, from those of all runs in the order of their measuring."""
+    return {start: rank for rank, start in enumerate(dict.fromkeys(reversed(starts)))}
 
 
 def _scaling(groups: Mapping[tuple[str, int, str, str], list[CountRun]]) -> list[Row]:
@@ -132,7 +142,8 @@ def _scaling(groups: Mapping[tuple[str, int, str, str], list[CountRun]]) -> list
             note = f"{rate:,.0f} tokens/s, one searcher {alone:,.0f}; {_seeds(found)}"
             note += f"; trainer waits for data {_short(idle)}"
             metric = f"{task}, {ARMS[MANY]} ({_number(number)}, start {start}): of linear in tokens/s"
-            rows.append(_row(found, metric, rate / (number * alone), "of linear", None, None, ">= 0.95", note))
+            place = _place(found, "of linear in tokens/s")
+            rows.append(_row(found, metric, rate / (number * alone), "of linear", None, None, ">= 0.95", note, place))
     return rows
 
 
@@ -142,12 +153,18 @@ def searchers(run: CountRun) -> int:
     return int(named[-1]) if named else 3
 
 
+def _variant(run: CountRun) -> str:
+    """What of its settings differs from the arm's; of arm 7 always with its number of searchers."""
+    number = _number(searchers(run)) if run.arm == MANY else ""
+    return ", ".join(filter(None, (number, run.variant if run.variant != number else "")))
+
+
 def _number(searchers: int) -> str:
     return f"{searchers} searcher{'s' * (searchers > 1)}"
 
 
 def _tokens(runs: list[CountRun]) -> float:
-    return statistics.median(float(str(r.facts["response tokens/s"])) for r in runs)
+    return statistics.median(float(str(r.facts[_TOKENS])) for r in runs)
 
 
 def _against_trl(name: str, runs: list[CountRun], trl: list[CountRun]) -> list[Row]:
@@ -158,21 +175,26 @@ def _against_trl(name: str, runs: list[CountRun], trl: list[CountRun]) -> list[R
             value, other = statistics.median(theirs) / statistics.median(ours), statistics.median(theirs)
             note = f"n = {len(runs)}, TRL n = {len(trl)}; {statistics.median(ours):.1f} s against {other:.1f} s"
             metric = f"{name}: times as fast to {threshold:g} as {ARMS[3]}"
-            return [_row(runs, metric, value, "x", None, None, ">= 2", note)]
+            beside = f"{other:.1f} / {statistics.median(ours):.1f} s"
+            place = _place(runs, "times as fast as TRL", label=f"to {threshold:g}", beside=beside)
+            return [_row(runs, metric, value, "x", None, None, ">= 2", note, place)]
     return []
 
 
 def _speed(name: str, runs: list[CountRun], peer: list[CountRun] | None, one_card: list[CountRun] | None) -> list[Row]:
     rates = [r.steps_per_second for r in runs]
     baseline, target, note = None, None, _seeds(runs)
+    beside: dict[str, Any] = {}  # g, t, o, tau and the bound
     if peer is not None:
         baseline = (ARMS[peer[0].arm], statistics.median(r.steps_per_second for r in peer))
     if runs[0].task == SLOW_TASK:
         pass
     elif runs[0].arm in (1, 2) and runs[0].costs:
-        note += f"; {_costs(runs)}"
+        beside = _costs(runs)
+        note += f"; {_told(beside)}"
     elif peer is not None and peer[0].costs:
-        note += f"; of {ARMS[peer[0].arm]}: {_costs(peer)}"
+        beside = _costs(peer) | {_OF: f"arm {peer[0].arm}"}
+        note += f"; of {ARMS[peer[0].arm]}: {_told(beside)}"
     if one_card is not None:
         costs = [Costs(**r.costs) for r in one_card if r.costs]
         if costs:
@@ -182,30 +204,38 @@ def _speed(name: str, runs: list[CountRun], peer: list[CountRun] | None, one_car
                 f"; g {c.generate:.2f} t {c.train:.2f} o {c.switch:.3f} s, tau {c.tail:.2f}: "
                 f"bound against two synchronous GPUs {limit:.2f}"
             )
+            beside = _facts(c, limit) | {_OF: f"arm {one_card[0].arm}"}
             if peer is not None and peer[0].arm == 2:
                 target = f">= {0.9 * limit:.3f}"
     facts = {k: v for k, v in runs[-1].facts.items() if isinstance(v, int | float | str | list)}
     note += "; " + ", ".join(f"{k} {_short(v)}" for k, v in facts.items()) if facts else ""
-    return [_row(runs, f"{name}: steps/s", statistics.median(rates), "steps/s", rates, baseline, target, note)]
+    place = _place(runs, "steps/s", facts=beside | {_SAID.get(k, k): v for k, v in facts.items() if k != _TOKENS})
+    return [_row(runs, f"{name}: steps/s", statistics.median(rates), "steps/s", rates, baseline, target, note, place)]
 
 
-def _costs(runs: list[CountRun]) -> str:
+def _costs(runs: list[CountRun]) -> dict[str, Any]:
     """g, t, o, tau and the bound of one searcher and one trainer, of the middle run by its bound."""
     known = sorted((Costs(**r.costs) for r in runs if r.costs), key=bound)
-    c = known[len(known) // 2]
-    return (
-        f"g {c.generate:.2f} t {c.train:.2f} o {c.switch:.3f} s, tau {c.tail:.2f}, "
-        f"bound of 1 + 1 against 2 synchronous {bound(c):.2f}"
-    )
+    return _facts(known[len(known) // 2], bound(known[len(known) // 2]))
+
+
+def _facts(c: Costs, limit: float) -> dict[str, Any]:
+    return {"g, s": c.generate, "t, s": c.train, "o, s": c.switch, "tau": c.tail, "bound of 1 + 1": limit}
+
+
+def _told(costs: Mapping[str, Any]) -> str:
+    g, t, o, tau, limit = list(costs.values())[:5]
+    return f"g {g:.2f} t {t:.2f} o {o:.3f} s, tau {tau:.2f}, bound of 1 + 1 against 2 synchronous {limit:.2f}"
 
 
 def _generated(name: str, runs: list[CountRun]) -> list[Row]:
-    """Of all searchers: how it grows with their number is what scaling means."""
-    rates = [float(str(r.facts["response tokens/s"])) for r in runs if "response tokens/s" in r.facts]
+    """Of all engines: how it grows with the number of searchers is what scaling means."""
+    rates = [float(str(r.facts[_TOKENS])) for r in runs if _TOKENS in r.facts]
     if not rates:
         return []
     value, note = statistics.median(rates), _seeds(runs)
-    return [_row(runs, f"{name}: response tokens/s", value, "tokens/s", rates, None, None, note)]
+    place = _place(runs, "tokens/s")
+    return [_row(runs, f"{name}: response tokens/s", value, "tokens/s", rates, None, None, note, place)]
 
 
 def _thresholds(name: str, runs: list[CountRun], peer: list[CountRun] | None) -> list[Row]:
@@ -228,20 +258,31 @@ def _thresholds(name: str, runs: list[CountRun], peer: list[CountRun] | None) ->
                 baseline,
                 None,
                 note,
+                _place(runs, f"seconds to {threshold:g}"),
             )
         )
         if peer and theirs:
             their_steps, our_steps = statistics.median(n for n, _ in theirs), statistics.median(steps)
             told = f"{our_steps:.0f} steps, {ARMS[peer[0].arm]} {their_steps:.0f}"
             value = eta(their_steps, our_steps)
-            rows.append(_row(runs, f"{name}: eta at {threshold:g}", value, "steps/steps", None, None, ">= 0.9", told))
+            beside = f"{their_steps:.0f} / {our_steps:.0f} steps"
+            place = _place(runs, "eta", label=f"to {threshold:g}", beside=beside)
+            metric = f"{name}: eta at {threshold:g}"
+            rows.append(_row(runs, metric, value, "steps/steps", None, None, ">= 0.9", told, place))
     ends = [run.held_out[-1][2] for run in runs if run.held_out]
     if ends:
-        last = f"{_seeds(runs)}; after {min(r.held_out[-1][0] for r in runs if r.held_out)} steps or more"
-        rows.append(
-            _row(runs, f"{name}: held out at the end", statistics.median(ends), "pass@1", ends, None, None, last)
-        )
+        after = f"after {min(r.held_out[-1][0] for r in runs if r.held_out)} steps or more"
+        metric, note = f"{name}: held out at the end", f"{_seeds(runs)}; {after}"
+        place = _place(runs, "held out at the end, pass@1", beside=after)
+        rows.append(_row(runs, metric, statistics.median(ends), "pass@1", ends, None, None, note, place))
     return rows
+
+
+def _place(runs: list[CountRun], column: str, **more: Any) -> Place:
+    run = runs[0]
+    subject = {"arm": f"{run.arm}: {ARMS[run.arm]}", "variant": _variant(run)}
+    goal = f"{run.task}, {ARMS[run.arm]}: {column}"
+    return Place(subject, column, table=run.task, start=run.start, goal=goal, **more)
 
 
 def _row(
@@ -253,10 +294,11 @@ def _row(
     baseline: tuple[str, float] | None,
     target: str | None,
     note: str,
+    place: Place,
 ) -> Row:
     row = record(
         "perf", "gpu_count", metric, value, unit, baseline=baseline, target=target, runs=values,
-        seeds=[r.seed for r in runs], command=runs[-1].command, note=note,
+        seeds=[r.seed for r in runs], command=runs[-1].command, note=note, place=place,
     )  # fmt: skip
     # Measured there and then, not where and when the table is made.
     return replace(row, machine=runs[-1].machine, date=runs[-1].date)

@@ -181,3 +181,28 @@ def test_the_layout_is_chosen_by_its_speed_and_by_how_old_its_data_is():
     chosen = best(looks, "a")
     assert chosen is not None and chosen.facts["searchers"] == "2x128"
     assert best(looks, "c") is None and best([run(9, start="c")], "c") is None
+
+
+def test_rows_of_the_start_that_was_measured_last_come_first_and_name_it():
+    rows = judge([run(2, start="b"), run(2, start="a"), run(5, start="a"), run(2, start="b", variant="later")])
+    assert list(dict.fromkeys(r.place.start for r in rows if r.place)) == ["b", "a"]
+    assert all(f"start {r.place.start}" in r.metric for r in rows if r.place)
+
+
+def test_a_row_stands_in_the_line_of_its_arm_and_variant_and_a_speed_has_the_costs_beside():
+    costs = {"generate": 1.0, "train": 0.8, "switch": 0.03, "tail": 2.0}
+    facts = {"response tokens/s": 9.0, "mean staleness": 4.5}
+    rows = judge([run(1), run(2, costs=costs), run(7, facts=facts), run(3)])
+    places = [r.place for r in rows if r.place]
+    assert len(places) == len(rows)
+    assert len({(str(p.subject), p.column, p.label) for p in places}) == len(rows)
+    [many] = [p for p in places if p.column == "steps/s" and p.subject["arm"].startswith("7: ")]
+    assert many.subject["variant"] == "3 searchers"
+    known = {"g, s": 1.0, "t, s": 0.8, "o, s": 0.03, "tau": 2.0, "bound of 1 + 1": bound(Costs(**costs))}
+    assert many.facts == {**known, "g, t, o, tau, bound of": "arm 2", "mean lag, steps": 4.5}
+    assert [p.beside for p in places if p.column == "eta" and p.label == "to 0.6"] == ["60 / 60 steps"]
+
+
+def test_tokens_a_second_are_told_of_every_arm_that_measured_them():
+    rows = judge([run(arm, facts={"response tokens/s": 10.0 * arm}) for arm in (1, 3, 9)] + [run(2)])
+    assert [r.value for r in rows if r.metric.endswith("tokens/s")] == [10.0, 30.0, 90.0]

@@ -58,3 +58,17 @@ def test_asynchronous_runs_stand_beside_unless_their_speed_alone_was_looked_at(t
     assert [(r.cell, r.seed, r.start) for r in found] == [("arm 9, mean lag 4.5 (as it is)", s, "a") for s in (0, 1)]
     rows = judge([lag_run("0", 0.01, start="a")], found)
     assert any("arm 9" in r.metric and "eta at 0.6" in r.metric for r in rows)
+
+
+def test_a_table_holds_what_may_be_compared_and_the_newest_start_comes_first():
+    rate = "objective.learningRate=3e-4"
+    runs = [lag_run(cell, 0.006, start="old") for cell in ("0", "4:baselineShift=0.1")]
+    runs += [lag_run(cell, 0.006, start="new") for cell in (f"0:baselineShift=0.1,{rate}", f"0:{rate}", "16")]
+    places = [r.place for r in judge(runs) if r.metric.endswith("steps to 0.6") and r.place]
+    assert [(p.start, p.table, p.subject["lag"], p.subject["objective"]) for p in places] == [
+        ("new", "learningRate=3e-4", "0", "as it is"),
+        ("new", "learningRate=3e-4", "0", "baselineShift=0.1"),
+        ("new", "", "16", "as it is"),
+        ("old", "", "0", "as it is"),
+        ("old", "", "4", "baselineShift=0.1"),
+    ]
