@@ -49,13 +49,13 @@ class LagTask:
     results: str
     """Name of its files in docs/results."""
     thresholds: tuple[float, ...]
-    target: str
-    """Of eta."""
+    target: str | None
+    """Of eta; none of a study that only compares."""
 
 
 TASKS = {
     "count": LagTask(JOB, "gpu_lag", THRESHOLDS, ">= 0.77"),
-    "arithmetic": LagTask(ROOT / "examples" / "laptop.yaml", "staleness", (0.7, 0.8, 0.9), ">= 0.9"),
+    "arithmetic": LagTask(ROOT / "examples" / "laptop.yaml", "staleness", (0.7, 0.8, 0.9), None),
 }
 
 
