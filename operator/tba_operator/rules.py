@@ -318,6 +318,15 @@ _RELEASE = (
         remedy="set trainer.compile: false, or remove model.lora",
     ),
     Rule(
+        id="compiled-layers-choose",
+        model=Trainer,
+        field="activationCheckpointing",
+        holds="!(self.compile && self.activationCheckpointing == 'Selective')",
+        what="activationCheckpointing: Selective goes without trainer.compile",
+        got="true",
+        remedy="set activationCheckpointing: Auto, or compile: false",
+    ),
+    Rule(
         id="release-plain-ranks",
         model=Trainer,
         field="gpusPerNode",

@@ -216,6 +216,16 @@ RELEASE = (
         "model.lora",
     ),
     Case(
+        rule="compiled-layers-choose",
+        accepted=(
+            spec(trainer={"compile": True, "activationCheckpointing": "Always"}),
+            spec(trainer={"activationCheckpointing": "Selective"}),
+        ),
+        refused=(spec(trainer={"compile": True, "activationCheckpointing": "Selective"}),),
+        told="activationCheckpointing: Selective goes without trainer.compile, got true: set activationCheckpointing: "
+        "Auto, or compile: false",
+    ),
+    Case(
         rule="release-plain-ranks",
         accepted=(
             spec(trainer={}),

@@ -5,7 +5,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tba.contracts.config import LiveConfig
+from pydantic.alias_generators import to_camel
+
+from tba.contracts.config import LIVE_BUFFER_FIELDS, Buffer, LiveConfig
 from tba.contracts.errors import UserError
 from tba.contracts.runfile import LIVE_FILE, read_live_config
 from tba.log import CONFIG_REFUSED, CONFIG_RELOADED, log
@@ -60,8 +62,22 @@ class LiveSettings:
             return
         self._stamp = stamp
         try:
-            self._current = read_live_config(directory)
+            found = read_live_config(directory)
+            _require_live(found, self._current)
+            self._current = found
         except UserError as error:
             log.error(CONFIG_REFUSED, error=str(error))
         else:
             log.info(CONFIG_RELOADED, directory=str(directory))
+
+
+def _require_live(new: LiveConfig, old: LiveConfig) -> None:
+    """Raises: UserError if a field of the buffer differs that is the run's for good."""
+    for name in Buffer.model_fields:
+        got, fixed = getattr(new.buffer, name), getattr(old.buffer, name)
+        if got != fixed and name not in LIVE_BUFFER_FIELDS:
+            live = ", ".join(f"buffer.{to_camel(n)}" for n in LIVE_BUFFER_FIELDS)
+            raise UserError(
+                f"{LIVE_FILE}: buffer.{to_camel(name)} is {fixed} for the life of the run, got {got}: "
+                f"change it back, or start another run; live are {live}"
+            )

@@ -57,6 +57,11 @@ def test_the_smallest_job_is_valid_and_has_the_documented_defaults():
         ),
         (
             "spec.trainer",
+            {"activationCheckpointing": "Selective", "compile": True},
+            "activationCheckpointing: Selective goes without trainer.compile, got true",
+        ),
+        (
+            "spec.trainer",
             {"gpusPerNode": 2, "compile": True},
             "gpusPerNode > 1 goes with neither compile nor offloadReference, got 2: set both to false, or",
         ),

@@ -6,10 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 from support.learning import feed, live_config, make_learner, make_shard, run_config
 
 from tba.contracts.config import TrainerSettings
-from tba.contracts.errors import CorruptObject
+from tba.contracts.errors import CorruptObject, UserError
 from tba.contracts.records import Lineage
 from tba.protocol.bookkeeping import Bookkeeping
 from tba.shards.batch import from_rows
@@ -244,6 +245,37 @@ def test_waiting_draws_no_random_number():
     for _ in range(3):
         assert patient.waiting_for(live_config()) is None
     assert learner.train_step(live_config(), epoch=1).loss == patient.train_step(live_config(), epoch=1).loss
+
+
+def follows_no_single_token(learner):
+    """A policy that cannot do what some settings ask, as a model without layers that can be recomputed."""
+    follow = learner.policy.configure
+
+    def configure(settings):
+        if settings.micro_batch_tokens == 1:
+            raise UserError("cannot")
+        follow(settings)
+
+    learner.policy.configure = configure
+    return learner
+
+
+def test_later_settings_that_the_policy_cannot_follow_are_refused_once_and_the_old_ones_stay():
+    learner, twin = follows_no_single_token(make_learner()), make_learner()
+    for each in (learner, twin):
+        feed(each, make_shard(0))
+    old, wrong = live_config(), live_config(micro_batch_tokens=1)
+    with capture_logs() as logged:
+        for settings in (old, wrong, wrong, old):
+            assert learner.train_step(settings, epoch=1).loss == twin.train_step(old, epoch=1).loss
+    assert [(e["event"], e["error"]) for e in logged if "error" in e] == [("config_refused", "cannot")]
+
+
+def test_first_settings_that_the_policy_cannot_follow_end_the_run():
+    learner = follows_no_single_token(make_learner())
+    feed(learner, make_shard(0))
+    with pytest.raises(UserError, match="cannot"):
+        learner.train_step(live_config(micro_batch_tokens=1), epoch=1)
 
 
 def test_a_shard_that_claims_a_future_policy_is_refused_before_anything_changes():

@@ -141,13 +141,6 @@ def test_as_little_is_recomputed_as_lets_a_micro_batch_fit_into_free_memory():
     assert cheapest_that_fits(measured, 1, -5) == "full", "what is owed already leaves nothing"
 
 
-def test_selective_recomputation_of_compiled_layers_is_refused():
-    model = tiny_llama().eval()
-    memory = ActivationMemory(model, Scorer(model, temperature=1.0))
-    with pytest.raises(UserError, match="goes without trainer.compile, got true"):
-        memory.configure(TrainerSettings(activation_checkpointing="Selective", compile=True))
-
-
 def test_the_share_of_a_colocated_engine_is_not_free_before_it_has_started():
     assert spare_bytes(free=80, total=100, own=15, engine_share=0.0) == 80
     assert spare_bytes(free=80, total=100, own=15, engine_share=0.4) == 45

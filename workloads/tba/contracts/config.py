@@ -454,6 +454,16 @@ class TrainerSettings(Contract):
     """Keep the reference in host memory while it does not score: room on a GPU for a copy of the weights each time."""
     colocated_searcher: ColocatedSearcher = ColocatedSearcher()
 
+    @model_validator(mode="after")
+    def _compiled_layers_choose(self) -> Self:
+        # By themselves, what is cheap enough to compute again.
+        if self.compile and self.activation_checkpointing == "Selective":
+            raise ValueError(
+                "activationCheckpointing: Selective goes without trainer.compile, got true: "
+                "set activationCheckpointing: Auto, or compile: false"
+            )
+        return self
+
 
 class ForkFrom(Contract):
     """Start from another run's checkpoint."""

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tba.contracts.config import LiveConfig, RunConfig
-from tba.contracts.errors import CorruptObject
+from tba.contracts.config import LiveConfig, RunConfig, TrainerSettings
+from tba.contracts.errors import CorruptObject, UserError
 from tba.contracts.keys import ShardKey
 from tba.contracts.records import Lineage, PolicyId, ShardId
+from tba.log import CONFIG_REFUSED, log
 from tba.objectives import lookup
 from tba.objectives.schedules import beta_at
 from tba.protocol.bookkeeping import Bookkeeping
@@ -92,6 +93,9 @@ class Learner:
         self.sampler = Sampler(config.objective.seed)
         self._objective = lookup(config.objective.type)
         self._collator = Collator(self.buffer, policy)
+        self._trainer: TrainerSettings | None = None
+        """What the policy computes with; none before the first step."""
+        self._refused: TrainerSettings | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -123,16 +127,17 @@ class Learner:
     def train_step(self, live: LiveConfig, epoch: int) -> StepResult:
         """Sample a batch, score it and take optimizer step `self.step + 1`.
 
-        Raises: FloatingPointError if the gradient is not finite; nothing has changed then.
+        Raises: FloatingPointError if the gradient is not finite, nothing has changed then; UserError if the policy
+        cannot compute as the first settings say. Later ones that it cannot follow are refused, and the old ones stay.
         """
-        self.policy.configure(live.trainer)
+        trainer = self._configure(live.trainer)
         plan = self.sampler.sample(self.buffer, self.step, self._settings(live))
         if not self.policy.caches_reference:
             self.buffer.set_reference(f"{self.step}")
         stopwatch = Stopwatch(self.policy.device)
         beta = beta_at(self.step + 1, self.config.objective)
         if self._ranks is not None:
-            facts = step_facts(live.trainer, beta=beta, step=self.step + 1, epoch=epoch)
+            facts = step_facts(trainer, beta=beta, step=self.step + 1, epoch=epoch)
             self._ranks.order("step", facts, pack_batch(self.buffer, plan))
         gradient = BatchGradient(
             self.policy,
@@ -146,7 +151,7 @@ class Learner:
             ranks=self._ranks,
         )
         self.optimizer.zero_grad()
-        gradient.run(live.trainer.micro_batch_tokens)
+        gradient.run(trainer.micro_batch_tokens)
         results = gradient.collect()
         with stopwatch("optimizer"):
             update = self.optimizer.apply(self.step + 1)
@@ -230,6 +235,21 @@ class Learner:
         for shard, path in self.shard_paths.items():
             result.setdefault(shard.incarnation, []).append([shard.seq, path])
         return result
+
+    def _configure(self, wanted: TrainerSettings) -> TrainerSettings:
+        """What the policy computes with from now on."""
+        if self._trainer is None or wanted != self._refused:
+            try:
+                self.policy.configure(wanted)
+                self._trainer = wanted
+            except UserError as error:
+                if self._trainer is None:
+                    raise
+                self._refused = wanted
+                log.error(CONFIG_REFUSED, error=str(error))
+                self.policy.configure(self._trainer)
+        assert self._trainer is not None
+        return self._trainer
 
     def _settings(self, live: LiveConfig) -> SamplingSettings:
         return SamplingSettings.from_config(self.config, live)

@@ -120,11 +120,6 @@ class ActivationMemory:
         wanted = (mode, budget, share, settings.compile)
         if wanted == self._decided:
             return
-        if mode == "Selective" and settings.compile:
-            raise UserError(
-                "trainer.activationCheckpointing: Selective goes without trainer.compile, got true: "
-                "compiled layers recompute what is cheap anyway; set Auto, or compile: false"
-            )
         on_gpu = self._scorer.device.type == "cuda"
         use: Recomputation = "none"
         if mode in _BY_MODE:
