@@ -38,6 +38,7 @@ def test_the_smallest_job_is_valid_and_has_the_documented_defaults():
         ("spec.objective.beta", -1, "spec.objective.beta: must be > 0, got -1; set a value > 0 (default 0.05)"),
         ("spec.objective.beta", "much", "spec.objective.beta: must be a number, got 'much'"),
         ("spec.objective.totalSteps", 1.5, "spec.objective.totalSteps: must be a whole number, got 1.5"),
+        ("spec.task.reward.memoryBytes", 1, "spec.task.reward.memoryBytes: must be >= 67108864, got 1"),
         ("spec.objective.responses_per_prompt", 1, "spec.objective.responsesPerPrompt: must be >= 2, got 1"),
         (
             "spec.searcher.engine.type",

@@ -128,7 +128,7 @@ def _describe(item: dict[str, Any], owner: type[BaseModel] | None, field: FieldI
     if kind == "missing":
         return f"is required, got nothing{_meaning(field)}", "add it"
     got = _got(item["input"])
-    bound = next((f"{sign}{context[name]:g}" for name, sign in _BOUNDS if name in context), None)
+    bound = next((f"{sign}{context[name]:.12g}" for name, sign in _BOUNDS if name in context), None)
     if bound:
         return f"must be {bound}, got {got}", f"set a value {bound}{_default(field)}"
     if "pattern" in context:

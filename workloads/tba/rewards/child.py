@@ -97,6 +97,8 @@ def _describe(error: BaseException) -> str:
         text = f"{type(error).__name__}: {str(error)[:_MAX_ERROR_CHARS]}"
     except BaseException:  # its own __str__ failed
         text = type(error).__name__
+    if isinstance(error, SyntaxError):
+        return text  # it names the file and line that it is about; the traceback ends in the importer
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
