@@ -102,6 +102,22 @@ def test_inspect_lists_checkpoints_and_what_was_ingested(uri, capsys):
     assert "[0,9)" in out
 
 
+def test_the_score_of_a_checkpoint_that_was_evaluated_after_all_checkpoints_is_that_of_the_history(uri, capsys):
+    store = open_store(uri)
+    newest = keys.CheckpointKey(120, 1, "1" * 32)
+    manifest = CheckpointManifest(
+        epoch=1, step=120, nonce="1" * 32, parent=keys.CheckpointKey(50, 1, "0" * 32).path, files=[],
+        ingest=IngestState(), lineage=Lineage(), ingest_log_seq=1, metrics_log_seq=1, wall_seconds=240.0,
+        eval_scores={40: 0.9, 50: 0.5},
+    )  # fmt: skip
+    store.put_once(newest.path, manifest.to_json())
+    store.delete([keys.LATEST])
+    store.cas(keys.LATEST, latest(state="Complete", checkpoint=newest.path, manifest=None).to_json(), None)
+    store.close()
+    rows = json.loads(run(capsys, "inspect", "checkpoint", uri, "--json")[1])
+    assert [(row["step"], row["eval"]) for row in rows] == [(120, 1.0), (50, 0.5)]
+
+
 def test_the_buffer_as_json_has_its_rows_bytes_and_failures(uri, capsys):
     found = json.loads(run(capsys, "inspect", "buffer", uri, "--json")[1])
     assert (found["step"], found["ingestedRows"], found["ingested"][0]["shards"]) == (120, 12500, 9)
