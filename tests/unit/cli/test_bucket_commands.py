@@ -70,6 +70,13 @@ def test_report_is_one_file_with_every_figure(uri, tmp_path, capsys):
     assert "no data yet" not in page
 
 
+def test_a_report_to_standard_output_is_the_page_and_nothing_else(uri, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run(capsys, "report", uri, "-o", "-")
+    assert code == 0 and not (tmp_path / "-").exists()
+    assert out.startswith("<!doctype html>") and out.rstrip().endswith("</html>")
+
+
 @pytest.mark.parametrize("name", ["", "file/report.html", "/proc/report.html"])
 def test_a_report_that_cannot_be_written_is_refused_without_a_traceback(uri, tmp_path, capsys, name):
     (tmp_path / "file").touch()
