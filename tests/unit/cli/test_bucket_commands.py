@@ -70,6 +70,13 @@ def test_report_is_one_file_with_every_figure(uri, tmp_path, capsys):
     assert "no data yet" not in page
 
 
+def test_a_report_to_standard_output_is_the_page_and_nothing_else(uri, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run(capsys, "report", uri, "-o", "-")
+    assert code == 0 and not (tmp_path / "-").exists()
+    assert out.startswith("<!doctype html>") and out.rstrip().endswith("</html>")
+
+
 @pytest.mark.parametrize("name", ["", "file/report.html", "/proc/report.html"])
 def test_a_report_that_cannot_be_written_is_refused_without_a_traceback(uri, tmp_path, capsys, name):
     (tmp_path / "file").touch()
@@ -100,6 +107,22 @@ def test_inspect_lists_checkpoints_and_what_was_ingested(uri, capsys):
     assert code == 0
     assert "12500 ingested" in out.replace(",", "")
     assert "[0,9)" in out
+
+
+def test_the_score_of_a_checkpoint_that_was_evaluated_after_all_checkpoints_is_that_of_the_history(uri, capsys):
+    store = open_store(uri)
+    newest = keys.CheckpointKey(120, 1, "1" * 32)
+    manifest = CheckpointManifest(
+        epoch=1, step=120, nonce="1" * 32, parent=keys.CheckpointKey(50, 1, "0" * 32).path, files=[],
+        ingest=IngestState(), lineage=Lineage(), ingest_log_seq=1, metrics_log_seq=1, wall_seconds=240.0,
+        eval_scores={40: 0.9, 50: 0.5},
+    )  # fmt: skip
+    store.put_once(newest.path, manifest.to_json())
+    store.delete([keys.LATEST])
+    store.cas(keys.LATEST, latest(state="Complete", checkpoint=newest.path, manifest=None).to_json(), None)
+    store.close()
+    rows = json.loads(run(capsys, "inspect", "checkpoint", uri, "--json")[1])
+    assert [(row["step"], row["eval"]) for row in rows] == [(120, 1.0), (50, 0.5)]
 
 
 def test_the_buffer_as_json_has_its_rows_bytes_and_failures(uri, capsys):

@@ -356,6 +356,11 @@ def test_rows_of_incomplete_visits_are_sampled_in_no_branch() -> None:
             {"max_replay_ratio": 0.5},
             "new trajectories: replay ratio would be 0.67, above maxReplayRatio 0.5",
         ),
+        (
+            [visit(0, 0, num_rows=7), visit(1, 1, num_rows=8)],
+            {"max_replay_ratio": 0.53},
+            "new trajectories: replay ratio would be 0.533, above maxReplayRatio 0.53",
+        ),
     ],
 )
 def test_what_is_awaited_is_said_in_words(visits: list[V], options: dict, reason: str) -> None:

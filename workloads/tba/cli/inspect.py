@@ -109,11 +109,14 @@ def checkpoint(
     from tba.cli import chain
     from tba.cli.table import show
     from tba.contracts import keys
+    from tba.report.history import read_history
 
     store = open_target(run, endpoint=endpoint, region=region)
     pins = {o.key for o in store.list_after(keys.PINS)}
     found = list(islice(chain.checkpoints(store), limit))
-    scores = {step: score for _, manifest in reversed(found) for step, score in manifest.eval_scores.items()}
+    # An evaluation ends after the checkpoint of its step, the last one after all checkpoints: only the history has it.
+    scores = {row.step: row.pass_at_1 for row in read_history(store).evaluations}
+    scores |= {step: score for _, manifest in reversed(found) for step, score in manifest.eval_scores.items()}
     rows: list[dict[str, Any]] = [
         {
             "step": manifest.step,

@@ -11,7 +11,7 @@ from tba.cli.target import Endpoint, Region, Target, open_target
 def command(
     run: Target,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Optimizer steps; default up to the newest checkpoint.")
+        int | None, typer.Option(min=1, help="Optimizer steps; default and most: up to the newest checkpoint.")
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the trained weights as a model directory.")
@@ -22,7 +22,8 @@ def command(
 ) -> int:
     """Train from version 0 over the recorded shards in recorded order, and compare with the newest checkpoint.
 
-    On a CPU the weights are equal bit for bit, unless live settings changed during the run. Exit code 1 if they differ.
+    On a CPU the weights are equal bit for bit, unless live settings that decide what is drawn changed during the run.
+    Exit code 1 if they differ.
     """
     from tba.interpreter import loading
 
@@ -32,7 +33,7 @@ def command(
 
         from tba.cli.model_directory import newest_assets, write_directory
         from tba.trainer.learner import Learner, StepResult
-        from tba.trainer.replay import replay, weights_that_differ
+        from tba.trainer.replay import UNRECORDED, replay, weights_that_differ
 
     torch.set_num_threads(threads)
     store = open_target(run, endpoint=endpoint, region=region)
@@ -51,4 +52,9 @@ def command(
         return 0
     verdict = "equal bit for bit" if not differing else f"differ in {len(differing)} tensors, first {differing[0]}"
     typer.echo(f"replayed {learner.step} steps; weights and checkpoint {verdict}")
+    if differing:
+        typer.echo(
+            f"if {', '.join(UNRECORDED[:-1])} or {UNRECORDED[-1]} changed during the run, that is why: "
+            "changes are not recorded, replay takes what the run began with"
+        )
     return int(bool(differing))

@@ -11,7 +11,9 @@ from tba.cli.target import Endpoint, Region, Target, open_target
 
 def command(
     run: Target,
-    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("report.html"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write; - for standard output.")] = Path(
+        "report.html"
+    ),
     endpoint: Endpoint = None,
     region: Region = None,
 ) -> None:
@@ -19,6 +21,9 @@ def command(
     from tba.report.page import build_report
 
     page = build_report(open_target(run, endpoint=endpoint, region=region))
+    if str(output) == "-":
+        typer.echo(page.encode(), nl=False)  # bytes: the page says that it is UTF-8, whatever the locale is
+        return
     with writing_to(output):
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(page, encoding="utf-8")

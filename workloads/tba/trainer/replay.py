@@ -28,6 +28,16 @@ from tba.trainer.ingest import Binding, read_shard
 from tba.trainer.learner import Learner, StepResult
 from tba.trainer.startup import binding
 
+UNRECORDED = (
+    "sync.intervalSteps",
+    "sync.ingest",
+    "buffer.maxTrajectories",
+    "buffer.maxPolicyLag",
+    "buffer.maxReplayLag",
+    "trainer.microBatchTokens",
+)
+"""Live settings on which the weights depend: the bucket knows them as of the start of the run, and no later change."""
+
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
@@ -90,16 +100,19 @@ def replay(
 
     `live`: settings of the run if they changed after its start; default those recorded in run.json.
 
-    Raises: CorruptObject if a recorded shard cannot be read any more; UserError without a run.
+    Raises: CorruptObject if a recorded shard cannot be read any more; UserError without a run, if it has fewer steps,
+    or if a batch that it drew cannot be drawn with `live`.
     """
     recorded = read_recorded(store)
-    live = live or recorded.record.live
+    last = _last_step(store, recorded, steps)
+    live = _unpaced(live or recorded.record.live)
     learner = _begin(store, recorded)
     book = Bookkeeping(epoch=recorded.latest.epoch, lineage=recorded.lineage)
     pending = list(reversed(recorded.entries))
-    for step in range(1, (steps if steps is not None else recorded.checkpoint.step) + 1):
+    for step in range(1, last + 1):
         while pending and pending[-1].before_step <= step:
             _ingest(store, recorded, learner, book, pending.pop())
+        _refuse_undrawable(store, learner, live)
         result = learner.train_step(live, _epoch_of(recorded.lineage, step))
         # `step` of the bookkeeping is what trajectories may claim; the recorded run has checked that already.
         book = replace(book, step=recorded.checkpoint.step)
@@ -118,6 +131,33 @@ def weights_that_differ(store: ObjectStore, learner: Learner) -> list[str] | Non
         return None
     mine = learner.policy.master_state()
     return [name for name, tensor in state.tensors["master"].items() if not torch.equal(mine[name], tensor)]
+
+
+def _last_step(store: ObjectStore, recorded: Recorded, steps: int | None) -> int:
+    """Raises: UserError for a step that the run never took, or that no checkpoint has made durable yet."""
+    taken = recorded.checkpoint.step
+    if steps is not None and steps > taken:
+        raise UserError(
+            f"the run at {store.uri} has {taken} steps up to its newest checkpoint, got --steps {steps}: "
+            "ask for no more, or leave --steps out to replay them all"
+        )
+    return taken if steps is None else steps
+
+
+def _unpaced(live: LiveConfig) -> LiveConfig:
+    """Without the limit that says when a batch may be drawn but not which: the run did draw, whatever it was then."""
+    return live.model_copy(update={"buffer": live.buffer.model_copy(update={"max_replay_ratio": None})})
+
+
+def _refuse_undrawable(store: ObjectStore, learner: Learner, live: LiveConfig) -> None:
+    """Raises: UserError if the next batch, which the run drew from the same rows, needs other settings than `live`."""
+    missing = learner.waiting_for(live)
+    if missing is not None:
+        raise UserError(
+            f"step {learner.step + 1} of the run at {store.uri} cannot be drawn again, for want of {missing}. Replay "
+            "takes the live settings that the run began with; those it took this step with are not recorded: replay "
+            f"what came before with --steps {learner.step}"
+        )
 
 
 def _ingest(store: ObjectStore, recorded: Recorded, learner: Learner, book: Bookkeeping, entry: IngestEntry) -> None:

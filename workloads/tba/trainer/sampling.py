@@ -15,6 +15,7 @@ import math
 from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -128,7 +129,8 @@ class Sampler:
         limit = settings.max_replay_ratio
         ratio = self._ratio(buffer, settings.prompts_per_batch * settings.responses_per_prompt)
         if limit is not None and ratio > limit:
-            return Waiting(f"new trajectories: replay ratio would be {ratio:.2f}, above maxReplayRatio {limit:g}")
+            would = _told_above(ratio, limit)
+            return Waiting(f"new trajectories: replay ratio would be {would}, above maxReplayRatio {limit:g}")
         return Ready()
 
     def replay_ratio(self, buffer: ReplayBuffer) -> float:
@@ -299,6 +301,12 @@ def _multiplicities(rows: np.ndarray) -> np.ndarray:
     equal = rows[:, :, None] == rows[:, None, :]  # (P, K, K)
     first = equal.argmax(2) == np.arange(rows.shape[1])
     return np.where(first, equal.sum(2), 0).astype("f4")
+
+
+def _told_above(value: float, limit: float) -> str:
+    """`value` with as many digits as show that it is above `limit`, two at least."""
+    tellings = (f"{value:.{digits}f}" for digits in count(2))
+    return next(told for told in tellings if float(told) > limit)
 
 
 def _missing(buffer: ReplayBuffer, step: int, settings: SamplingSettings) -> str:
