@@ -85,6 +85,7 @@ def plain(summary: Summary) -> str:
         ("tokens/s", summary.generated_tokens_per_second, ""),
         ("version", summary.policy_version, ""),
         ("searchers", summary.searchers_alive, ""),
+        ("without reward", summary.failed_trajectories or None, ""),
     ):
         if value is not None:
             parts.append(f"{name} {figure(value)}{unit}")
@@ -157,7 +158,7 @@ def _cells(s: Summary, history: History) -> list[tuple[str, str]]:
         ("trained", f"{_text(s.trained_tokens_per_second)} tokens/s"),
         ("searchers", f"{s.searchers_alive} alive{_idle(s.searcher_idle_percent)}"),
         ("version", _text(s.policy_version)),
-        ("trajectories", f"{s.trajectories}, replay ratio {_text(s.replay_ratio)}"),
+        ("trajectories", f"{s.trajectories}{_failed(s.failed_trajectories)}, replay ratio {_text(s.replay_ratio)}"),
         ("ETA", duration(s.eta_seconds) if s.eta_seconds is not None else "–"),
     ]
 
@@ -168,6 +169,10 @@ def _text(value: float | int | None) -> str:
 
 def _idle(percent: float | None) -> str:
     return "" if percent is None else f", {percent:.1f} % idle"
+
+
+def _failed(rows: int) -> str:
+    return f" ({rows} without a reward)" if rows else ""
 
 
 def _first(value: float | None, other: float | None) -> float | None:

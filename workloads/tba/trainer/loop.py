@@ -210,7 +210,7 @@ class Trainer:
 
     def _train_step(self) -> None:
         if self._waiting is not None:
-            self._report.event("continued", self._waiting)
+            self._report.continued(self._waiting)
             log.info(DATA_ARRIVED, waited_seconds=round(self._phases.seconds("wait_data"), 2))
             self._waiting = None
         with self._phases.piece("wait_engine"):
@@ -274,6 +274,8 @@ class Trainer:
         self._ingestor.close()
         self._evaluations.gathering.close()
         self._flusher.close()
+        for background in self._backgrounds:
+            background.close()
         self._colocated.close()
 
     # -- rows in
@@ -284,15 +286,16 @@ class Trainer:
         self.tracker.alarms.data_since = self._intake.arrived_at
         self.tracker.searchers = self._learner.counters.alive(time.time())
         self.tracker.trajectories = self._learner.counters.ingested_rows
+        self._report.summarise_if_due()
 
     def _wait(self, reason: str) -> None:
         self._colocated.wake()
         if reason != self._waiting:
             if self._waiting is None:
-                self._report.event("waiting", reason)
                 self._ingestor.poll_now()
             log.info(DATA_AWAITED, reason=reason)
             self._waiting = reason
+        self._report.waiting("waiting", reason)
         self.tracker.state, self.tracker.detail = "WaitingForData", self._describe_wait(reason)
         with self._phases.piece("wait_data"):
             self._take_rows(min(0.5, self._live().sync.poll_interval_seconds))
