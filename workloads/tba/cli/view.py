@@ -45,7 +45,8 @@ def merge(summary: Summary, progress: Progress | None) -> Summary:
         reward=_first(progress.reward, summary.reward),
         eval_score=_first(summary.eval_score, progress.eval_score),
         staleness_mean=_first(progress.staleness_mean, summary.staleness_mean),
-        trainer_idle_percent=_first(progress.trainer_idle_percent, summary.trainer_idle_percent),
+        # Of the whole run, as at its end; the trainer knows of its own process alone.
+        trainer_idle_percent=_first(summary.trainer_idle_percent, progress.trainer_idle_percent),
         replay_ratio=_first(progress.replay_ratio, summary.replay_ratio),
         searchers_alive=max(progress.searchers, summary.searchers_alive),
         trajectories=progress.trajectories,
