@@ -87,10 +87,10 @@ def evaluation(step, *, epoch=1, score=0.5):
     )  # fmt: skip
 
 
-def searcher(name, incarnation, *, epoch=1, step=1, rows=800):
+def searcher(name, incarnation, *, epoch=1, step=1, rows=800, failed=0):
     return SearcherRow(
         epoch=epoch, step=step, time=START + 3 * step, searcher=name, incarnation=incarnation, shards=9, rows=rows,
-        tokens=7000, versions=21, newest_version=step, first_seen=START, last_seen=START + 3 * step,
+        failed=failed, tokens=7000, versions=21, newest_version=step, first_seen=START, last_seen=START + 3 * step,
         stats={"generated_tokens": 7000.0, "reward_timeouts": 1.0} | searcher_seconds(3.0 * step),
     )  # fmt: skip
 

@@ -61,8 +61,8 @@ class TinyRun:
             self.ready, lambda: self.live, stop=self.stop, heartbeat=beat, grace_seconds=60.0, tracker=Tracker(3)
         )
 
-    def put_shard(self, seq: int) -> str:
-        """Two visits of two rows each."""
+    def put_shard(self, seq: int, *, failed: bool = False) -> str:
+        """Two visits of two rows each; `failed`: none of them has a reward."""
         rows = [
             Trajectory(
                 prompt_id=prompt,
@@ -70,8 +70,8 @@ class TinyRun:
                 visit_size=2,
                 prompt_tokens=self.ready.prompts.prompt_tokens(prompt).tolist(),
                 response_tokens=[1 + seq, 2 + sample, 12],
-                outcome=Outcome.SCORED,
-                reward=float(sample),
+                outcome=Outcome.FAILED if failed else Outcome.SCORED,
+                reward=None if failed else float(sample),
                 finish_reason=FinishReason.STOP,
                 spans=[Span(3, 1, 0)],
                 temperature=1.0,

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from support.synthetic_run import latest, log_object, run_record, whole_run
+from support.synthetic_run import latest, log_object, run_record, searcher, whole_run
 
 from tba.cli import main
 from tba.contracts import keys
@@ -46,6 +46,16 @@ def test_status_tells_the_run_from_its_bucket_alone(uri, capsys):
     assert "searcher-0 11111111: 800 rows, 21 versions" in out
     assert "time of the trainer: forward and backward" in out
     assert "time of the searchers: generate 80.0 %, other 7.0 %, wait for rewards 6.0 %" in out
+
+
+def test_status_tells_of_responses_without_a_reward_before_any_step(tmp_path, capsys):
+    store = open_store(f"file://{tmp_path}/failing")
+    store.put_once(keys.RUN, run_record().to_json())
+    store.put_once(*log_object(1, 0, [searcher("searcher-0", "1" * 32, step=0, rows=328, failed=328)]))
+    store.cas(keys.LATEST, latest(step=0, version=0).to_json(), None)
+    _, out, _ = run(capsys, "status", store.uri)
+    assert "328 of the trajectories have no reward and are not trained on: see reward_failed" in out
+    assert "searcher-0 11111111: 328 rows (328 without a reward)" in out
 
 
 def test_status_as_json_has_camel_case_names(uri, capsys):

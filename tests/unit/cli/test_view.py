@@ -34,6 +34,15 @@ def test_a_plain_line_says_what_matters():
         assert part in line
 
 
+def test_responses_without_a_reward_are_shown_where_there_are_any():
+    failing = assemble([searcher("a", "1" * 32, rows=328, failed=328)], run=run_record(), latest=latest(step=0))
+    assert "without reward 328" in plain(summarise(failing, START))
+    assert "without reward" not in plain(summarise(history(30), START + 130))
+    shown = io.StringIO()
+    Console(file=shown, width=140).print(panel(summarise(failing, START), failing, processes={}))
+    assert "328 (328 without a reward)" in shown.getvalue()
+
+
 def test_an_unstarted_run_has_a_plain_line_and_a_panel():
     summary = summarise(History(), START)
     assert plain(summary) == "step 0/? · Absent · no run here yet: nothing has written `latest` · searchers 0"
@@ -59,6 +68,8 @@ def test_what_the_trainer_says_of_itself_replaces_what_the_bucket_knows():
     merged = merge(summary, progress)
     assert (merged.state, merged.detail, merged.step) == ("WaitingForData", "replay ratio 2.1 > 2", 44)
     assert merged.reward == summary.reward
+    live = merge(summary, progress.model_copy(update={"trainer_idle_percent": 55.5}))
+    assert live.trainer_idle_percent == summary.trainer_idle_percent, "of the whole run, as at its end"
     assert merge(summary, None) == summary
     starting = merge(summary, progress.model_copy(update={"state": "Starting", "step": 0, "detail": ""}))
     assert (starting.state, starting.step) == ("Starting", summary.step), "it does not know yet, the bucket does"

@@ -199,3 +199,9 @@ def test_configuration_is_told_by_path():
 )
 def test_numbers_are_read_by_people(value, text):
     assert number(value) == text
+
+
+def test_a_wait_told_again_and_again_is_one_line_and_other_events_stay():
+    waits = [event("waiting", time=START + 60 * i, detail=f"{i} of 500 rows") for i in range(300)]
+    text = render_report(assemble([event("started", detail="from version 0"), *waits]), now=START)
+    assert "from version 0" in text and "299 of 500 rows" in text and "298 of 500 rows" not in text

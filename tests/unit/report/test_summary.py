@@ -55,6 +55,37 @@ def test_a_trainer_that_waits_says_what_for_until_it_steps_again():
     assert summarise(history([*waiting, step_row(6)]), START + 20).state == "Training"
 
 
+def test_before_the_first_step_searchers_and_responses_without_a_reward_are_seen():
+    rows = [
+        event("started"),
+        event("waiting", time=START + 1, detail="initial trajectories: 0 of 500; 328 responses have no reward"),
+        searcher("a", "1" * 32, step=0, rows=328, failed=328),
+    ]
+    summary = summarise(history(rows, step=0), START + 20)
+    assert (summary.state, summary.detail) == ("WaitingForData", rows[1].detail)
+    assert (summary.searchers_alive, summary.trajectories, summary.failed_trajectories) == (1, 328, 328)
+
+
+def test_responses_that_lose_their_rewards_after_the_last_step_are_counted():
+    rows = [step_row(1, ingested_rows=600, failed_rows=0), searcher("a", "1" * 32, step=1, rows=900, failed=300)]
+    summary = summarise(history(rows), START + 20)
+    assert (summary.trajectories, summary.failed_trajectories) == (900, 300)
+
+
+def test_a_run_whose_searchers_deliver_is_not_silent():
+    rows = [event("started"), event("waiting", detail="more rows"), searcher("a", "1" * 32, step=50)]  # START + 150
+    assert summarise(history(rows, step=0), START + 200).state == "WaitingForData"
+    assert summarise(history(rows[:2], step=0), START + 200).state == "Silent"
+
+
+def test_a_wait_for_storage_shows_until_it_is_over():
+    rows = [step_row(5), event("waiting_storage", step=5, time=START + 16, detail="storage has had no space left")]
+    summary = summarise(history(rows), START + 20)
+    assert (summary.state, summary.detail) == ("WaitingForStorage", "storage has had no space left")
+    over = event("continued", step=5, time=START + 18)
+    assert summarise(history([*rows, over]), START + 20).state == "Training"
+
+
 def test_a_run_without_news_is_silent_not_training():
     assert summarise(history([step_row(5)]), START + 10_000).state == "Silent"
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.store_settings import SHORT
 
 from tba.contracts.errors import StoreUnavailable, UserError
-from tba.store import AccessDenied, open_store
+from tba.store import AccessDenied, OutOfSpace, Weather, open_store
 from tba.store.local import LocalStore
 
 
@@ -128,6 +128,23 @@ def test_errors_of_a_listing_are_told_like_those_of_other_calls(tmp_path, monkey
     with pytest.raises(AccessDenied, match=f"list file://{tmp_path}/a/.*give this user access"):
         list(store.list_after("a/"))
     assert [info.key for info in store.list_after("a/")] == ["a/b"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_told_at_the_first_attempt(tmp_path, monkeypatch, number):
+    def full(_descriptor):
+        raise OSError(number, os.strerror(number))
+
+    seen, weather = [], Weather()
+    store = LocalStore(
+        tmp_path, observe=lambda *told: seen.append(told), weather=weather, on_wait=lambda wait: pytest.fail(wait.cause)
+    )
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OutOfSpace, match=f"put_once file://{tmp_path}/a: .*; free some space at {tmp_path}"):
+        store.put_once("a", b"1")
+    assert seen == [("put_once", "unavailable")]
+    assert weather.trouble is not None and os.strerror(number) in weather.trouble.error
+    assert files(tmp_path) == [], "half a file would keep the disk full"
 
 
 def test_a_file_in_the_place_of_the_root_is_not_taken_for_a_store(tmp_path):

@@ -155,3 +155,18 @@ def test_any_other_error_is_not_tried_again():
     with pytest.raises(ZeroDivisionError):
         single.join()
     assert tries == [1]
+
+
+def test_a_closed_background_tries_nothing_again_and_its_thread_ends():
+    single, tries = Background("test", give_up_seconds=60.0), []
+
+    def failing():
+        tries.append(1)
+        raise StoreUnavailable("no answer")
+
+    single.submit(failing)
+    while single.outage.since is None:
+        time.sleep(0.001)
+    single.close(HANG)
+    assert not single.busy
+    assert tries == [1]

@@ -55,6 +55,7 @@ def test_ingested_rows_are_counted_by_hand():
     rows = {row.searcher: row for row in counters.take_searcher_rows(epoch=2, step=9, now=200.0)}
     first, second = rows["s-0"], rows["s-1"]
     assert (first.shards, first.rows, first.tokens, first.versions, first.newest_version) == (2, 5, 16, 2, 3)
+    assert (first.failed, second.failed) == (1, 0)
     assert (first.first_seen, first.last_seen, first.stats) == (100.0, 130.0, {"generated": 20.0})
     assert (second.shards, second.rows, second.newest_version, second.epoch, second.step) == (1, 1, 0, 2, 9)
 

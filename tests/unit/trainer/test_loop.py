@@ -1,6 +1,8 @@
 """The training loop on a tiny real model and a directory: what SIGTERM, waits and rollbacks leave behind."""
 
+import errno
 import json
+import os
 import threading
 import time
 from operator import attrgetter
@@ -15,6 +17,7 @@ from tba.contracts.errors import UserError
 from tba.contracts.keys import CHECKPOINTS, LATEST, MANIFEST
 from tba.flops import model_shape
 from tba.report.history import read_history
+from tba.report.summary import Summary, summarise
 from tba.store import AccessDenied
 from tba.trainer.checkpoint import read_checkpoint
 from tba.trainer.garbage import Swept
@@ -101,6 +104,107 @@ def test_sigterm_ends_a_wait_for_storage_that_does_not_answer(tmp_path):
     with pytest.raises(Terminated):
         trainer._join(Stuck())  # type: ignore[arg-type]
     assert (trainer.tracker.state, trainer.tracker.detail) == ("WaitingForStorage", Stuck.outage.description)
+
+
+class Slow:
+    """A background task that takes two looks."""
+
+    outage = SimpleNamespace(description="")
+
+    def __init__(self):
+        self.looks = [False, True]
+
+    def join(self, _timeout):
+        return self.looks.pop(0)
+
+
+def test_a_long_wait_for_an_upload_is_told_and_a_short_one_is_not(tmp_path, monkeypatch):
+    run = Run(tmp_path)
+    trainer = run.trainer()
+    trainer.tracker.state = "Training"
+    trainer._join(Slow())  # type: ignore[arg-type]
+    assert trainer.tracker.state == "Training"
+    monkeypatch.setattr("tba.trainer.loop.SLOW_SECONDS", 0.0)
+    trainer._join(Slow())  # type: ignore[arg-type]
+    assert trainer.tracker.state == "WaitingForStorage"
+    trainer._history.seal()
+    trainer._history.flush()
+    events = [(e.event, e.detail) for e in read_history(run.ready.store).events]
+    assert events == [("waiting_storage", trainer.tracker.detail), ("continued", "storage")]
+
+
+def no_space_for_checkpoints(monkeypatch) -> threading.Event:
+    """Storage has none for them while the event is set."""
+    full, link = threading.Event(), os.link
+
+    def link_unless_full(source, target):
+        if full.is_set() and "/checkpoints/" in str(target):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        link(source, target)
+
+    monkeypatch.setattr("os.link", link_unless_full)
+    full.set()
+    return full
+
+
+def test_a_full_disk_delays_no_end_that_is_asked_for_and_leaves_no_thread(tmp_path, monkeypatch):
+    no_space_for_checkpoints(monkeypatch)
+    run = Run(tmp_path)
+    run.trainer()
+    started = time.monotonic()
+    stopped_when(run, lambda trainer: "no space left" in trainer.tracker.detail)
+    assert time.monotonic() - started < 30, "of the 120 s that a call insists on storage that does not answer"
+    assert not [t for t in threading.enumerate() if t.name in ("publish", "checkpoint", "commit", "garbage")]
+
+
+def test_a_full_disk_shows_within_seconds_and_the_run_goes_on_when_there_is_space(tmp_path, monkeypatch):
+    run = Run(tmp_path, min_initial=0)
+    trainer = run.trainer()
+    run.put_shard(0)
+    full = no_space_for_checkpoints(monkeypatch)
+    thread = threading.Thread(target=trainer.run)
+    thread.start()
+    try:
+        wait_for(lambda: trainer.tracker.state == "WaitingForStorage")
+        assert "storage has had no space left" in trainer.tracker.detail
+        wait_for(lambda: summarise(read_history(run.ready.store), time.time()).state == "WaitingForStorage")
+    finally:
+        full.clear()
+        thread.join(HANG)
+    assert trainer.tracker.state == "Complete"
+
+
+def test_rewards_that_all_fail_are_seen_in_the_bucket_before_any_step(tmp_path):
+    run = Run(tmp_path)
+    trainer = run.trainer()
+    run.put_shard(0, failed=True)
+    thread = threading.Thread(target=lambda: pytest.raises(Terminated, trainer.run))
+    thread.start()
+    seen: list[Summary] = []
+
+    def told() -> bool:
+        seen.append(summarise(read_history(run.ready.store), time.time()))
+        return "4 responses have no reward" in seen[-1].detail and seen[-1].searchers_alive > 0
+
+    try:
+        wait_for(told)
+    finally:
+        run.stop.set()
+        thread.join(HANG)
+    last = seen[-1]
+    assert (last.state, last.step, last.trajectories, last.failed_trajectories) == ("WaitingForData", 0, 4, 4)
+
+
+def test_a_wait_is_told_when_it_becomes_another_and_every_minute(tmp_path, monkeypatch):
+    told: list[str] = []
+    report = Run(tmp_path).trainer()._report
+    monkeypatch.setattr(report, "event", lambda event, detail: told.append(detail))
+    for reason in ("0 of 8 rows", "1 of 8 rows", "1 of 8 rows; 3 failed", "1 of 8 rows; 4 failed"):
+        report.waiting("waiting", reason)
+    assert told == ["0 of 8 rows", "1 of 8 rows; 3 failed"]
+    monkeypatch.setattr("tba.trainer.reporter.WAITING_SECONDS", 0.0)
+    report.waiting("waiting", "1 of 8 rows; 9 failed")
+    assert told[2:] == ["1 of 8 rows; 9 failed"]
 
 
 @pytest.mark.parametrize(("waited", "saved"), [(0.0, True), (20.0, False)])

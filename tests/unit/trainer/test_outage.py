@@ -3,7 +3,7 @@
 import pytest
 
 from tba.contracts.errors import StoreUnavailable
-from tba.store import AccessDenied
+from tba.store import AccessDenied, OutOfSpace
 from tba.trainer.outage import Outage
 
 DOWN, DENIED = StoreUnavailable("no answer"), AccessDenied("no rights")
@@ -14,11 +14,14 @@ def test_an_outage_counts_from_its_first_failure_and_is_over_with_the_first_succ
     outage = Outage("publish", give_up_seconds=60.0, clock=lambda: now)
     assert (outage.since, outage.description) == (None, "")
     assert outage.failed(DOWN) == 0.0
+    assert outage.description == "storage has not answered", "the call that failed may have lasted for minutes"
     now = 40.0
     assert (outage.failed(DOWN), outage.since) == (30.0, 10.0)
     assert outage.description == "storage has not answered for 30 s"
     assert outage.failed(DENIED) == 30.0
     assert outage.description == "storage has denied access for 30 s"
+    outage.failed(OutOfSpace("disk"))
+    assert outage.description == "storage has had no space left for 30 s"
     outage.ended()
     now = 90.0
     assert outage.description == ""

@@ -9,6 +9,8 @@ from support.learning import feed, live_config, make_learner, make_shard
 
 from tba import telemetry
 from tba.contracts.records import Latest, RunState
+from tba.report.history import assemble
+from tba.report.split import trainer_time
 from tba.trainer.learner import StepResult
 from tba.trainer.optim import Update
 from tba.trainer.phases import Timing
@@ -157,7 +159,7 @@ def test_progress_before_the_first_step_guesses_nothing():
 
 
 def test_progress_of_a_resumed_run_by_hand():
-    live = tracker(step=4, first_step=4, state="Training")
+    live = tracker(step=4, state="Training")
     learner = make_learner()
     learner.step = 5
     live.stepped(row_of(small_result(), learner))
@@ -170,6 +172,28 @@ def test_progress_of_a_resumed_run_by_hand():
     assert progress.eta_seconds == pytest.approx(3 * 14)
     assert progress.staleness_mean == pytest.approx((1 * 2 + 4 * 3) / 6)
     assert abs(progress.last_updated_time - time.time()) < 60
+
+
+def test_the_wait_for_the_first_rows_of_a_run_is_in_neither_idle_share_nor_eta():
+    live, learner, rows = tracker(), make_learner(), []
+    for step, waited in ((1, 1000.0), (2, 0.5)):
+        learner.step = step
+        timing = Timing(step_seconds=2.0, phase_seconds={**PHASES, "wait_data": waited})
+        rows.append(step_row(learner, small_result(), timing, epoch=3, published_version=0))
+        live.stepped(rows[-1])
+    progress = live.progress()
+    assert progress.eta_seconds == pytest.approx(3 * 18)
+    assert progress.trainer_idle_percent == pytest.approx(100 * 0.75 / 3)
+    assert progress.trainer_idle_percent == pytest.approx(trainer_time(assemble(rows)).idle_percent)
+
+
+def test_eta_follows_the_pace_of_the_last_steps():
+    live, learner = Tracker(100), make_learner()
+    for step in range(1, 41):
+        learner.step = step
+        timing = Timing(step_seconds=2.0, phase_seconds={"other": 50.0 if step <= 20 else 2.0})
+        live.stepped(step_row(learner, small_result(), timing, epoch=1, published_version=0))
+    assert live.progress().eta_seconds == pytest.approx(2 * 60)
 
 
 def test_progress_carries_speed_checkpoint_and_alerts_and_a_complete_run_has_no_alerts():

@@ -29,6 +29,11 @@ def command(
         return
     typer.echo(f"{summary.owner or run}: {plain(summary)}")
     typer.echo(f"trajectories {summary.trajectories} · replay slots {summary.replay_slots} of {summary.slots}")
+    if summary.failed_trajectories:
+        typer.echo(
+            f"{summary.failed_trajectories} of the trajectories have no reward and are not trained on: "
+            "see reward_failed in the searchers' logs"
+        )
     for name, told in (
         ("trainer", in_words(trainer_time(history), TRAINER_PHASES)),
         ("searchers", in_words(searcher_time(history), SEARCHER_PHASES)),
@@ -36,8 +41,9 @@ def command(
         if told:
             typer.echo(f"time of the {name}: {told}")
     for row in history.searchers:
+        failed = f" ({row.failed} without a reward)" if row.failed else ""
         typer.echo(
-            f"  {row.searcher} {row.incarnation[:8]}: {row.rows} rows, {row.versions} versions (newest "
+            f"  {row.searcher} {row.incarnation[:8]}: {row.rows} rows{failed}, {row.versions} versions (newest "
             f"{row.newest_version}), last heard of {max(now - row.last_seen, 0):.0f} s ago"
         )
     for quarantine in history.quarantines[-5:]:

@@ -45,7 +45,8 @@ def merge(summary: Summary, progress: Progress | None) -> Summary:
         reward=_first(progress.reward, summary.reward),
         eval_score=_first(summary.eval_score, progress.eval_score),
         staleness_mean=_first(progress.staleness_mean, summary.staleness_mean),
-        trainer_idle_percent=_first(progress.trainer_idle_percent, summary.trainer_idle_percent),
+        # Of the whole run, as at its end; the trainer knows of its own process alone.
+        trainer_idle_percent=_first(summary.trainer_idle_percent, progress.trainer_idle_percent),
         replay_ratio=_first(progress.replay_ratio, summary.replay_ratio),
         searchers_alive=max(progress.searchers, summary.searchers_alive),
         trajectories=progress.trajectories,
@@ -85,6 +86,7 @@ def plain(summary: Summary) -> str:
         ("tokens/s", summary.generated_tokens_per_second, ""),
         ("version", summary.policy_version, ""),
         ("searchers", summary.searchers_alive, ""),
+        ("without reward", summary.failed_trajectories or None, ""),
     ):
         if value is not None:
             parts.append(f"{name} {figure(value)}{unit}")
@@ -157,7 +159,7 @@ def _cells(s: Summary, history: History) -> list[tuple[str, str]]:
         ("trained", f"{_text(s.trained_tokens_per_second)} tokens/s"),
         ("searchers", f"{s.searchers_alive} alive{_idle(s.searcher_idle_percent)}"),
         ("version", _text(s.policy_version)),
-        ("trajectories", f"{s.trajectories}, replay ratio {_text(s.replay_ratio)}"),
+        ("trajectories", f"{s.trajectories}{_failed(s.failed_trajectories)}, replay ratio {_text(s.replay_ratio)}"),
         ("ETA", duration(s.eta_seconds) if s.eta_seconds is not None else "–"),
     ]
 
@@ -168,6 +170,10 @@ def _text(value: float | int | None) -> str:
 
 def _idle(percent: float | None) -> str:
     return "" if percent is None else f", {percent:.1f} % idle"
+
+
+def _failed(rows: int) -> str:
+    return f" ({rows} without a reward)" if rows else ""
 
 
 def _first(value: float | None, other: float | None) -> float | None:

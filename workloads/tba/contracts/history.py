@@ -130,6 +130,8 @@ class SearcherRow(Row):
     incarnation: str
     shards: int
     rows: int
+    failed: int = 0
+    """Of the rows, those without a reward."""
     tokens: int
     versions: int
     """Distinct policies seen in its spans."""

@@ -60,7 +60,8 @@ class History:
     @property
     def newest_time(self) -> float | None:
         """Time of the newest row, Unix seconds."""
-        last = [rows[-1].time for rows in (self.steps, self.events, self.publishes, self.evaluations) if rows]
+        kinds = (self.steps, self.events, self.publishes, self.evaluations, self.searcher_rows)
+        last = [rows[-1].time for rows in kinds if rows]
         return max(last, default=None)
 
 

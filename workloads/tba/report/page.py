@@ -7,16 +7,17 @@ import random
 import time
 import unicodedata
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from tba.contracts.history import Progress, SampleRow
+from tba.contracts.history import EventRow, Progress, SampleRow
 from tba.report.figures import draw_all, draw_main
 from tba.report.history import History, read_history
 from tba.report.split import SEARCHER_PHASES, TRAINER_PHASES, RoleTime, searcher_time, trainer_time
-from tba.report.summary import Summary, summarise
+from tba.report.summary import WAITS, Summary, summarise
 from tba.report.svg import Figure
 from tba.store.protocol import ObjectStore
 
@@ -48,7 +49,7 @@ def render_report(history: History, *, now: float, uri: str = "") -> str:
         figures=[(f, Markup(f.svg) if f.svg else None) for f in draw_all(history)],
         times=_times(history),
         history=history,
-        events=history.events[-_MAX_EVENTS:],
+        events=_events(history),
         samples=_choose_samples(history),
         config=history.run.config.model_dump(mode="json") if history.run else {},
         now=now,
@@ -64,6 +65,13 @@ def render_live(history: History, progress: Progress, *, now: float) -> str:
         figures=[(f, Markup(f.svg)) for f in figures if f.svg],
         made=_moment(now),
     )  # fmt: skip
+
+
+def _events(history: History) -> list[EventRow]:
+    """The newest. Of a wait that was told again and again only the last: a long one would hide all else."""
+    events = history.events
+    repeated = {i for i, (a, b) in enumerate(pairwise(events)) if a.event in WAITS and a.event == b.event}
+    return [row for i, row in enumerate(events) if i not in repeated][-_MAX_EVENTS:]
 
 
 def clean(text: str) -> str:

@@ -16,7 +16,9 @@ SEARCHER_ALIVE_SECONDS = 60.0
 SILENT_SECONDS = 120.0
 """Without any new row for so long a running trainer is reported as not heard of."""
 
-_STATE_EVENTS = (*BEGINNINGS, "waiting", "continued", "stopped", "finished")
+WAITS = {"waiting": "WaitingForData", "waiting_storage": "WaitingForStorage"}
+"""Event -> state. Told again now and then while the wait lasts."""
+_STATE_EVENTS = (*BEGINNINGS, *WAITS, "continued", "stopped", "finished")
 """Events after which the trainer does something else; a checkpoint, say, is none."""
 
 
@@ -61,6 +63,8 @@ class Summary:
     searchers: int
     """Incarnations, over the whole run."""
     trajectories: int
+    failed_trajectories: int
+    """Of them, those without a reward."""
     quarantined_shards: int
     eta_seconds: float | None
     newest_row_age_seconds: float | None
@@ -111,7 +115,9 @@ def summarise(history: History, now: float) -> Summary:
         slots=sum(r.slots for r in history.steps),
         searchers_alive=sum(now - s.last_seen <= SEARCHER_ALIVE_SECONDS for s in history.searchers),
         searchers=len(history.searchers),
-        trajectories=last.ingested_rows if last else sum(s.rows for s in history.searchers),
+        # Before the first step, and while none is made, searchers' rows are all that is known.
+        trajectories=max(last.ingested_rows if last else 0, sum(s.rows for s in history.searchers)),
+        failed_trajectories=max(last.failed_rows if last else 0, sum(s.failed for s in history.searchers)),
         quarantined_shards=len(history.quarantines),
         eta_seconds=_eta(recent, total, step) if state not in ("Complete", "Failed", "Stopped") else None,
         newest_row_age_seconds=age,
@@ -141,8 +147,8 @@ def _state(history: History, age: float | None) -> tuple[str, str]:
     newest_step_time = history.steps[-1].time if history.steps else -math.inf
     if age is not None and age > SILENT_SECONDS:
         return "Silent", f"no news for {age:.0f} s: the trainer is stopped, stuck or cut off from storage"
-    if newest and newest.event == "waiting" and newest.time > newest_step_time:
-        return "WaitingForData", newest.detail
+    if newest and newest.event in WAITS and newest.time > newest_step_time:
+        return WAITS[newest.event], newest.detail
     return ("Training", "") if history.steps else ("Starting", newest.detail if newest else "")
 
 

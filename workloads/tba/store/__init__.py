@@ -12,6 +12,7 @@ from tba.store.protocol import (
     NotFound,
     ObjectInfo,
     ObjectStore,
+    OutOfSpace,
     Readable,
     StoredObject,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "NotFound",
     "ObjectInfo",
     "ObjectStore",
+    "OutOfSpace",
     "Readable",
     "RetryPolicy",
     "StoredObject",

@@ -28,6 +28,7 @@ from tba.store.protocol import (
     Conflict,
     NotFound,
     ObjectInfo,
+    OutOfSpace,
     Readable,
     StoredObject,
     check_key,
@@ -40,8 +41,9 @@ T = TypeVar("T")
 _TEMPORARY_MAX_AGE_SECONDS = 86400.0
 _PART_BYTES = 64 << 20
 _MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-# Full or failing disks and stale network handles may recover; the rest are bugs and crash.
-_PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOLCK, errno.EMFILE}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+# Failing disks and stale network handles may recover; the rest are bugs and crash.
+_PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOLCK, errno.EMFILE}
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK}
 
 
@@ -161,6 +163,8 @@ class LocalStore:
             except OSError as error:
                 if error.errno == errno.EROFS:
                     raise UserError(f"{operation} {subject}: {error}; name a writable directory") from error
+                if error.errno in _FULL:
+                    raise OutOfSpace(f"{operation} {subject}: {error}; free some space at {self._root}") from error
                 if error.errno in _PASSING:
                     raise Transient(str(error)) from error
                 raise

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from tba.contracts.errors import UserError
+from tba.contracts.errors import StoreUnavailable, UserError
 
 Readable = bytes | bytearray | memoryview
 
@@ -37,6 +37,10 @@ class AccessDenied(UserError):
 
     S3 also answers so for a key that does not exist, if the credentials may not list the bucket.
     """
+
+
+class OutOfSpace(StoreUnavailable):
+    """The disk or the quota is full. It does not pass within a moment, so no call waits for it in silence."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@
        │ Transient
        ├─ attempts and budget left ── wait random() · min(cap, base · 2^n) ──▶ attempt
        └─ spent ──▶ StoreUnavailable(what, got, remedy)
+       │ OutOfSpace ───────────────────────────────────▶ caller, at once
        │ WrongIdentity: the same, within the patience of `Rotation` ──▶ UserError, AccessDenied
 
 Source: full jitter, AWS Architecture Blog "Exponential Backoff And Jitter".
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from tba.contracts.errors import StoreUnavailable, UserError
-from tba.store.protocol import AccessDenied, AlreadyExists, Conflict, NotFound
+from tba.store.protocol import AccessDenied, AlreadyExists, Conflict, NotFound, OutOfSpace
 
 T = TypeVar("T")
 Observer = Callable[[str, str], None]
@@ -188,6 +189,10 @@ class Retrier:
             outcome = "retried"
             self._weather.failed(str(error))
             raise
+        except OutOfSpace as error:
+            outcome = "unavailable"
+            self._weather.failed(str(error))
+            raise
         except (NotFound, AlreadyExists, Conflict):
             outcome = "refused"
             raise
@@ -196,7 +201,7 @@ class Retrier:
             raise
         finally:
             self._observe(operation, outcome)
-            if outcome != "retried":
+            if outcome not in ("retried", "unavailable"):
                 self._weather.answered()
             if outcome in ("ok", "refused") and operation != "now":  # the server's clock is told to anybody
                 self._known = True

@@ -18,11 +18,12 @@ class Background:
         *,
         give_up_seconds: float,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], object] | None = None,
     ) -> None:
         self._name = name
         self._clock = clock
-        self._sleep = sleep
+        self._closing = threading.Event()
+        self._sleep = sleep or self._closing.wait
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.outage = Outage(name, give_up_seconds=give_up_seconds, clock=clock)
@@ -59,6 +60,15 @@ class Background:
         if error is not None:
             raise error
 
+    def close(self, timeout: float = 2.0) -> None:
+        """Try nothing again and wait for the thread (bounded).
+
+        A thread amid tensors when the interpreter ends brings the whole process down with an abort.
+        """
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(timeout)
+
     def _run(self, task: Callable[[], Any]) -> None:
         try:
             self._until_storage_answers(task)
@@ -77,3 +87,5 @@ class Background:
             except PASSING as error:
                 waited = self.outage.failed(error)
                 self._sleep(min(5.0, 0.5 + waited / 4))
+                if self._closing.is_set():
+                    raise

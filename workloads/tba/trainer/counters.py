@@ -39,6 +39,8 @@ class SearcherTally:
     searcher: str
     shards: int = 0
     rows: int = 0
+    failed: int = 0
+    """Of the rows, those without a reward."""
     tokens: int = 0
     num_policies: int = 0
     """Distinct policies seen in its spans."""
@@ -55,6 +57,7 @@ class SearcherTally:
         """Count one shard."""
         self.shards += 1
         self.rows += len(batch)
+        self.failed += int((batch.outcomes != 0).sum())
         self.tokens += int(batch.response_offsets[-1])
         for policy in sorted(set(zip(batch.span_epochs.tolist(), batch.span_versions.tolist(), strict=True))):
             self._add_policy(policy)
@@ -121,6 +124,7 @@ class Counters:
                 incarnation=incarnation,
                 shards=t.shards,
                 rows=t.rows,
+                failed=t.failed,
                 tokens=t.tokens,
                 versions=t.num_policies,
                 newest_version=t.newest_version,
@@ -161,6 +165,7 @@ class Counters:
                     "searcher": t.searcher,
                     "shards": t.shards,
                     "rows": t.rows,
+                    "failed": t.failed,
                     "tokens": t.tokens,
                     "num_policies": t.num_policies,
                     "newest_version": t.newest_version,

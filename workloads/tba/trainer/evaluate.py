@@ -104,7 +104,8 @@ class Evaluator:
     def close(self) -> None:
         """Stop polling and wait for the thread (bounded)."""
         self._stop.set()
-        self._thread.join(10.0)
+        if self._thread.is_alive():
+            self._thread.join(10.0)
 
     @property
     def pending(self) -> Pending | None:

@@ -140,7 +140,8 @@ class Ingestor:
         """Stop reading and wait for the thread (bounded)."""
         self._stop.set()
         self._wake.set()
-        self._thread.join(10.0)
+        if self._thread.is_alive():
+            self._thread.join(10.0)
 
     def poll_now(self) -> None:
         """Cut the current pause short."""

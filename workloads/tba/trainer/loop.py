@@ -51,6 +51,9 @@ from tba.trainer.publish import AdapterOf, Published, Publisher
 from tba.trainer.reporter import Reporter
 from tba.trainer.startup import Ready, binding
 
+SLOW_SECONDS = 5.0
+"""Longer waits for an upload are shown."""
+
 
 class Terminated(Exception):
     """SIGTERM ended the loop between two steps."""
@@ -151,15 +154,10 @@ class Trainer:
         self._intake = Intake(
             self._learner, self._ingestor, self._ingest_log, self._report, facts=ready.facts, live=live
         )
-        self._threads = (
-            self._publisher.background,
-            self._checkpointer.background,
-            self._keeping.commits,
-            self._ingestor,
-            self._evaluations.gathering,
-            self._flusher,
-            self._keeping.garbage,
-        )
+        publishing, saving = self._publisher.background, self._checkpointer.background
+        self._backgrounds = (publishing, saving, self._keeping.commits, self._keeping.garbage)
+        others = (self._ingestor, self._evaluations.gathering, self._flusher)
+        self._threads = (publishing, saving, self._keeping.commits, *others, self._keeping.garbage)
 
     # -- the flow
 
@@ -169,8 +167,8 @@ class Trainer:
         Raises: Fenced, StoreUnavailable or AccessDenied that did not pass, Terminated (after a checkpoint, if one fits
         the grace).
         """
-        self._begin()
         try:
+            self._begin()
             while self._learner.step < self._total:
                 self._check_stop()
                 self._housekeeping()
@@ -210,7 +208,7 @@ class Trainer:
 
     def _train_step(self) -> None:
         if self._waiting is not None:
-            self._report.event("continued", self._waiting)
+            self._report.continued(self._waiting)
             log.info(DATA_ARRIVED, waited_seconds=round(self._phases.seconds("wait_data"), 2))
             self._waiting = None
         with self._phases.piece("wait_engine"):
@@ -274,6 +272,8 @@ class Trainer:
         self._ingestor.close()
         self._evaluations.gathering.close()
         self._flusher.close()
+        for background in self._backgrounds:
+            background.close()
         self._colocated.close()
 
     # -- rows in
@@ -284,15 +284,16 @@ class Trainer:
         self.tracker.alarms.data_since = self._intake.arrived_at
         self.tracker.searchers = self._learner.counters.alive(time.time())
         self.tracker.trajectories = self._learner.counters.ingested_rows
+        self._report.summarise_if_due()
 
     def _wait(self, reason: str) -> None:
         self._colocated.wake()
         if reason != self._waiting:
             if self._waiting is None:
-                self._report.event("waiting", reason)
                 self._ingestor.poll_now()
             log.info(DATA_AWAITED, reason=reason)
             self._waiting = reason
+        self._report.waiting("waiting", reason)
         self.tracker.state, self.tracker.detail = "WaitingForData", self._describe_wait(reason)
         with self._phases.piece("wait_data"):
             self._take_rows(min(0.5, self._live().sync.poll_interval_seconds))
@@ -385,15 +386,21 @@ class Trainer:
 
     def _join(self, background: Background) -> None:
         """Wait for a background task, visibly. Raises: Terminated if SIGTERM came and storage does not answer."""
+        told, started = False, time.monotonic()
         while not self._joined(background):
             outage = background.outage.description
             trouble = outage or self.tracker.alarms.storage_trouble(time.time())
-            if trouble:
-                self.tracker.state, self.tracker.detail = "WaitingForStorage", trouble
+            slow = self.tracker.state != "Starting" and time.monotonic() - started > SLOW_SECONDS
+            if trouble or slow:
+                told, reason = True, trouble or "the publish or checkpoint before is still being uploaded"
+                self.tracker.state, self.tracker.detail = "WaitingForStorage", reason
+                self._report.waiting("waiting_storage", reason)
             if outage and self._stop.is_set():
                 log.warning(CHECKPOINT_SKIPPED, reason=outage)
                 raise Terminated
             self._heartbeat.beat()
+        if told:
+            self._report.continued("storage")
 
     def _joined(self, background: Background) -> bool:
         with self._phases.piece("wait_storage"):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from tba.contracts.errors import StoreUnavailable
 from tba.log import STORAGE_FAILED, log
-from tba.store import AccessDenied
+from tba.store import AccessDenied, OutOfSpace
 from tba.store.retry import Trouble
 
 PASSING = (StoreUnavailable, AccessDenied)
@@ -28,7 +28,7 @@ class Outage:
     def failed(self, error: Exception) -> float:
         """Note a failure; returns the seconds since the first. Raises: `error`, once they have lasted too long."""
         now = self._clock()
-        self._what = "denied access" if isinstance(error, AccessDenied) else "not answered"
+        self._what = _what(error)
         if self.since is None:
             self.since = now
         self.trouble = Trouble(self.trouble.since if self.trouble else time.time(), str(error))
@@ -46,4 +46,14 @@ class Outage:
     def description(self) -> str:
         """What a person is told; empty while there is no outage."""
         since = self.since  # read once: the thread resets it
-        return "" if since is None else f"storage has {self._what} for {self._clock() - since:.0f} s"
+        if since is None:
+            return ""
+        seconds = self._clock() - since
+        # The first failure ends a call that may have lasted for minutes: "for 0 s" would be wrong.
+        return f"storage has {self._what}" + (f" for {seconds:.0f} s" if seconds >= 1 else "")
+
+
+def _what(error: Exception) -> str:
+    if isinstance(error, OutOfSpace):
+        return "had no space left"
+    return "denied access" if isinstance(error, AccessDenied) else "not answered"

@@ -17,6 +17,9 @@ from tba.trainer.rates import Rates
 WEAK_HOLD = 0.05
 """Below this beta * std(ell) / std(r), beta no longer holds a lagging policy."""
 
+ETA_STEPS = 20
+"""Steps whose pace is taken for that of the rest."""
+
 CLIP_STEPS = 100
 """Steps over which the share of clipped gradients is taken."""
 
@@ -164,8 +167,10 @@ class Tracker:
     trajectories: int = 0
     searchers: int = 0
     idle_seconds: float = 0.0
-    busy_seconds: float = 0.0
-    first_step: int = 0
+    span_seconds: float = 0.0
+    """Both without the run's first step: the start is left out, as in `tba.report.split`."""
+    paces: deque[float] = field(default_factory=lambda: deque(maxlen=ETA_STEPS))
+    """Seconds of the last steps, waits included."""
     checkpoint_step: int | None = None
     rates: Rates = field(default_factory=Rates)
     alarms: Alarms = field(default_factory=Alarms)
@@ -181,7 +186,7 @@ class Tracker:
         checkpoint_step: int | None = None,
     ) -> None:
         """The run is this trainer's, restored or begun at `step`."""
-        self.run_id, self.epoch, self.step, self.first_step = run_id, epoch, step, step
+        self.run_id, self.epoch, self.step = run_id, epoch, step
         self.eval_score, self.trajectories, self.checkpoint_step = eval_score, trajectories, checkpoint_step
 
     def found_complete(self, run_id: str, latest: Latest) -> None:
@@ -195,22 +200,23 @@ class Tracker:
 
     def stepped(self, row: StepRow) -> None:
         """Take over a finished step."""
-        self.last_row = row
+        begun, self.last_row = self.last_row is not None, row
         if row.generated_reward_mean is not None:
             self.generated_reward = row.generated_reward_mean
         self.step = row.step
         waited = row.wait_data_seconds + row.wait_storage_seconds
         busy = max(row.span_seconds - waited, 0.0)
-        self.idle_seconds += waited
-        self.busy_seconds += busy
+        if row.step > 1:
+            self.idle_seconds += sum(s for phase, s in row.phase_seconds.items() if phase.startswith("wait_"))
+            self.span_seconds += row.span_seconds
+        if begun:  # the first of a process holds the wait for its first rows
+            self.paces.append(row.span_seconds)
         self.trajectories = row.ingested_rows
         self.rates.stepped(busy, time.monotonic())
 
     def progress(self) -> Progress:
         """A copy of now."""
         row = self.last_row
-        total = self.idle_seconds + self.busy_seconds
-        done = self.step - self.first_step
         lags = row.staleness if row else {}
         return Progress(
             run_id=self.run_id,
@@ -226,10 +232,10 @@ class Tracker:
             reward=self.generated_reward,
             eval_score=self.eval_score,
             staleness_mean=sum(k * v for k, v in lags.items()) / sum(lags.values()) if lags else None,
-            trainer_idle_percent=100.0 * self.idle_seconds / total if total else None,
+            trainer_idle_percent=100.0 * self.idle_seconds / self.span_seconds if self.span_seconds else None,
             trajectories=self.trajectories,
             replay_ratio=row.replay_ratio if row else None,
-            eta_seconds=total / done * (self.total_steps - self.step) if done else None,
+            eta_seconds=sum(self.paces) / len(self.paces) * (self.total_steps - self.step) if self.paces else None,
             searchers=self.searchers,
             last_updated_time=time.time(),
             checkpoint_step=self.checkpoint_step,

@@ -1,5 +1,7 @@
 """What the training loop tells: history rows, metrics, `/progress` and the log."""
 
+import math
+import re
 import time
 from collections.abc import Callable
 
@@ -17,6 +19,11 @@ from tba.trainer.progress import WEAK_HOLD, StepMetrics, Tracker, sample_row, st
 from tba.trainer.work import StepWork
 
 ROWS_EVERY_STEPS = 10
+ROWS_SECONDS = 30.0
+"""Rows about searchers are at most so old while any deliver, however slow steps are and before the first one: the
+bucket is all that `tba status` has."""
+WAITING_SECONDS = 60.0
+"""A wait is told anew after so long: a run without a row for two minutes is taken for dead."""
 SAMPLES = 200
 """Of a whole run."""
 
@@ -42,11 +49,26 @@ class Reporter:
         self._live = live
         self._metrics = StepMetrics(learner.sampler.mop_recycles, learner.counters.trained_tokens)
         self._work = StepWork(learner)
+        self._rows_at = -math.inf  # monotonic seconds
+        self._waiting = ""  # what was told last, without its numbers
+        self._waiting_at = -math.inf
 
     def event(self, event: str, detail: str = "") -> None:
         """Something happened to the run."""
         row = EventRow(epoch=self._epoch, step=self._learner.step, time=time.time(), event=event, detail=detail)
         self._history.append(row)
+
+    def waiting(self, event: str, reason: str) -> None:
+        """The loop waits. Told once, again when the reason changes in more than its numbers, and now and then."""
+        now, shape = time.monotonic(), event + re.sub(r"\d+", "", reason)
+        if shape != self._waiting or now - self._waiting_at >= WAITING_SECONDS:
+            self._waiting, self._waiting_at = shape, now
+            self.event(event, reason)
+
+    def continued(self, waited_for: str) -> None:
+        """The wait is over."""
+        self._waiting = ""
+        self.event("continued", waited_for)
 
     def quarantined(self, key: str, reason: str) -> None:
         """A shard was refused."""
@@ -110,6 +132,11 @@ class Reporter:
         up_seconds = header.stats.get("up_seconds", 0.0)
         self._tracker.rates.delivered(header.incarnation, len(batch), up_seconds, time.monotonic())
 
+    def summarise_if_due(self) -> None:
+        """The same as `summarise`, every `ROWS_SECONDS` at the most; the first rows at once."""
+        if time.monotonic() - self._rows_at >= ROWS_SECONDS:
+            self.summarise()
+
     def summarise(self) -> None:
         """Rows about searchers and lengths, as far as they have changed."""
         now, counters = time.time(), self._learner.counters
@@ -120,6 +147,7 @@ class Reporter:
         for row in rows:
             if row is not None:
                 self._history.append(row)
+                self._rows_at = time.monotonic()
         self._tracker.searchers = counters.alive(now)
 
     def _sample(self, result: StepResult) -> None:
