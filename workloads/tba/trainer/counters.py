@@ -12,6 +12,7 @@ import numpy as np
 
 from tba.contracts.history import LengthRow, SearcherRow
 from tba.shards import ShardBatch
+from tba.trainer.rows import SCORED
 
 _PLAIN = (
     "trained_rows",
@@ -57,7 +58,7 @@ class SearcherTally:
         """Count one shard."""
         self.shards += 1
         self.rows += len(batch)
-        self.failed += int((batch.outcomes != 0).sum())
+        self.failed += int((batch.outcomes != SCORED).sum())
         self.tokens += int(batch.response_offsets[-1])
         for policy in sorted(set(zip(batch.span_epochs.tolist(), batch.span_versions.tolist(), strict=True))):
             self._add_policy(policy)
@@ -100,8 +101,8 @@ class Counters:
         """Count a shard's rows before de-duplication."""
         self.ingested_rows += len(batch)
         self.generated_tokens += int(batch.response_offsets[-1])
-        self.generated_lengths.update(np.diff(batch.response_offsets)[batch.outcomes == 0].tolist())
-        self.fresh_rewards.extend(batch.rewards[batch.outcomes == 0].tolist())
+        self.generated_lengths.update(np.diff(batch.response_offsets)[batch.outcomes == SCORED].tolist())
+        self.fresh_rewards.extend(batch.rewards[batch.outcomes == SCORED].tolist())
         header = batch.header
         self.searchers.setdefault(header.incarnation, SearcherTally(header.searcher)).add(batch, now)
 
