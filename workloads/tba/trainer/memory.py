@@ -126,23 +126,31 @@ class ActivationMemory:
             use = _BY_MODE[mode]
         elif on_gpu and layers_of(self._model):
             use = self._cheapest_that_fits(budget, share, compiled=settings.compile)
+        if use == "selective" and on_gpu and layers_of(self._model) and use not in self._measured():
+            raise UserError(
+                f"trainer.activationCheckpointing: layers of {type(self._model).__name__} do not give the same twice, "
+                "or change what is kept, got Selective: set Always or Never"
+            )
         set_recomputation(self._model, use)
         if on_gpu:
             measured = {level: round(size) for level, size in (self._bytes_per_token or {}).items()}
             log.info(ACTIVATIONS_PLANNED, mode=mode, recomputed=use, bytes_per_token=measured, budget_tokens=budget)
         self._decided = wanted
 
-    def _cheapest_that_fits(self, budget: int, engine_share: float, *, compiled: bool) -> Recomputation:
-        device = self._scorer.device
+    def _measured(self) -> Mapping[Recomputation, float]:
+        """Of `activation_bytes`."""
         if self._bytes_per_token is None:
             self._bytes_per_token = activation_bytes(self._model, self._scorer)
+        return self._bytes_per_token
+
+    def _cheapest_that_fits(self, budget: int, engine_share: float, *, compiled: bool) -> Recomputation:
+        device, measured = self._scorer.device, dict(self._measured())
         free, total = torch.cuda.mem_get_info(device)
         reserved = torch.cuda.memory_reserved(device)
         free = spare_bytes(free, total, reserved, engine_share) + reserved - torch.cuda.memory_allocated(device)
         missing = sum(local(p).numel() * STATE_BYTES for p in self._model.parameters() if p.requires_grad)
         if self._decided is not None:  # a step has been taken: moments are there
             missing = 0
-        measured = dict(self._bytes_per_token)
         if compiled:
             measured.pop("selective", None)
         return cheapest_that_fits(measured, budget, free - missing)
