@@ -1,6 +1,8 @@
 """At most one trainer can publish; a zombie is fenced, and a rollback leaves no trace in what counts."""
 
+import fcntl
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,14 @@ from tba.contracts.records import RunState
 from tba.report.history import read_history
 
 
+def stop_beside_the_lock(process: subprocess.Popen[bytes], store: Path) -> None:
+    """Stop it while it does not hold the directory's lock, which nobody else could take then. That is told to people
+    (`find a stopped process`), and no subject here: the commit that was just seen may still be within its hold."""
+    with (store / ".tba" / "cas.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process.send_signal(signal.SIGSTOP)
+
+
 @pytest.fixture(scope="module")
 def taken_over(tmp_path_factory):
     """A run and its two trainers, the older of which stood still until the newer had published."""
@@ -21,7 +31,7 @@ def taken_over(tmp_path_factory):
         run.searcher()
         old = run.trainer()
         run.wait_for(lambda latest: latest.version >= 4)
-        old.send_signal(signal.SIGSTOP)
+        stop_beside_the_lock(old, root / "store")
         new = run.trainer()
         run.wait_for(lambda latest: latest.epoch == 2 and WeightsKey.parse(latest.manifest).epoch == 2)
         old.send_signal(signal.SIGCONT)
