@@ -8,6 +8,7 @@ and its models stay out of the way.
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -43,6 +44,8 @@ from tba_operator.world import Manifest, Ref, ref_of
 _READS = frozenset({"get", "list"})
 _PAGE = 500
 _HAS_KIND_SECONDS = 300.0
+_NO_NAMESPACE = re.compile(r'namespaces "[^"]+" not found')
+"""What is created where a namespace was a moment ago is answered so; an object that is not there, by its own kind."""
 
 Observe = Callable[[str, str, str], None]
 """(verb, kind, outcome) of each request; the outcome is `ok` or the name of the error."""
@@ -331,7 +334,7 @@ def error_of(status: int, body: str, headers: Mapping[str, str]) -> ApiError:
     """What an answer with an HTTP error status means."""
     message, causes = _told(body)
     if status == 404:
-        return NotFound(message)
+        return NamespaceTerminating(message) if _NO_NAMESPACE.fullmatch(message) else NotFound(message)
     # A uid that was given as a condition and is another's comes back as an invalid change of the uid.
     if status == 409 or any(cause.get("field") == "metadata.uid" for cause in causes):
         return Conflict(message)

@@ -45,7 +45,7 @@ class QuotaExceeded(ApiError):
 
 
 class NamespaceTerminating(ApiError):
-    """Nothing new is taken in this namespace any more."""
+    """Nothing new is taken in this namespace any more: it is going, or has gone."""
 
 
 class TooManyRequests(ApiError):

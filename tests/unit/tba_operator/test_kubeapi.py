@@ -84,6 +84,8 @@ def status(message: str, **cause: str) -> str:
         (403, status("User x cannot create resource"), Forbidden),
         (403, status("pods p is forbidden: exceeded quota: q, requested: pods=1"), QuotaExceeded),
         (403, status("pods p is forbidden: failed quota: q: must specify limits.cpu"), QuotaExceeded),
+        (404, status('namespaces "team-a" not found'), NamespaceTerminating),
+        (404, status('jobs.batch "namespaces" not found'), NotFound),
         (403, status("forbidden", reason="NamespaceTerminating", field="metadata.namespace"), NamespaceTerminating),
         (404, status("not found"), NotFound),
         (409, status("the object has been modified"), Conflict),
