@@ -173,10 +173,11 @@ first) # the first piece is there: the trainer's bench needs no more, and runs o
   hack/gpu/install.sh a || exit 1
   nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader
   python3 -c "import torch, transformers, vllm, trl, structlog, zstandard, tba.store; print(torch.__version__, transformers.__version__, vllm.__version__, trl.__version__)"
-  # Gradients over two cards, seen to work before arm 2 needs it.
-  CUDA_VISIBLE_DEVICES=1 timeout 90 python3 -m bench.gpu.average 1 2 29411 &
-  CUDA_VISIBLE_DEVICES=0 timeout 90 python3 -m bench.gpu.average 0 2 29411
-  wait
+  if [ "$(nvidia-smi -L | wc -l)" -gt 1 ]; then # gradients over two cards, seen to work before arm 2 needs it
+    CUDA_VISIBLE_DEVICES=1 timeout 90 python3 -m bench.gpu.average 1 2 29411 &
+    CUDA_VISIBLE_DEVICES=0 timeout 90 python3 -m bench.gpu.average 0 2 29411
+    wait
+  fi
   [ -n "${START_ONLY:-}" ] || setsid nohup "$0" trainer > "$PARTS/background.log" 2>&1 < /dev/null &
   setsid nohup python3 -m compileall -q -j 8 "$VS/site" > /dev/null 2>&1 < /dev/null &
   ;;

@@ -243,6 +243,8 @@ def job_settings(options: argparse.Namespace, arm: int, seed: int) -> list[str]:
         f"storage.checkpoints.everySteps={options.max_steps}",
         # Colocated arms share a card with the trainer.
         f"searcher.engine.gpuMemoryUtilization={0.85 if arm in (4, 5, 7, 8, 9) else 0.3}",
+        # Fresh data gains nothing by it and would pay for telling log-probs: asynchronous arms name it, as a variant.
+        "objective.parameters.ratioAlpha=0",
         *task.settings,
         *ARM_SETTINGS.get(arm, []),
         *(shared_settings(*options.searchers) if arm == SHARED else []),

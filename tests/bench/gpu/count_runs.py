@@ -27,6 +27,8 @@ ARMS = {
 }
 
 MANY, GRPO, SHARED = 7, 8, 9
+SHARED_ONE = "ours asynchronous, 1 GPU, small searchers share it"
+"""Arm 9 where one card is all it was given."""
 ASYNCHRONOUS = (5, 6, MANY, GRPO, SHARED)
 """Arms whose processes are those of `tba run`."""
 SLOW_TASK = "count-slow"
@@ -114,15 +116,26 @@ def judge(runs: Sequence[CountRun]) -> list[Row]:
         groups.setdefault((run.task, run.arm, run.variant, run.start), []).append(run)
     for (task, arm, _, start), found in groups.items():
         told = ", ".join(filter(None, (_variant(found[0]), start and f"start {start}")))
-        name = f"{task}, {ARMS[arm]}{f' ({told})' if told else ''}"
+        name = f"{task}, {arm_name(found[0])}{f' ({told})' if told else ''}"
         peers = {a: groups[task, a, "", start] for a in (1, 2, 3) if a != arm and (task, a, "", start) in groups}
         peer = peers.get(2) or peers.get(1)
         ours = arm in ASYNCHRONOUS
-        rows += _speed(name, found, peer, peers.get(1) if arm == 5 and task != SLOW_TASK else None)
+        beside = peer if peer and _same_machine(found, peer) else None
+        rows += _speed(name, found, beside, peers.get(1) if arm == 5 and task != SLOW_TASK else None)
         rows += _generated(name, found)
         rows += _thresholds(name, found, peer if ours else None)
-        rows += _against_trl(name, found, peers[3]) if ours and 3 in peers else []
+        rows += _against_trl(name, found, peers[3]) if ours and 3 in peers and _same_machine(found, peers[3]) else []
     return rows + _scaling(groups)
+
+
+def arm_name(run: CountRun) -> str:
+    """Of the run's arm, with the cards that it had."""
+    return SHARED_ONE if run.arm == SHARED and run.gpus == 1 else ARMS[run.arm]
+
+
+def _same_machine(runs: list[CountRun], peers: list[CountRun]) -> bool:
+    """Whether seconds of the two can be compared, as steps always can: by the cards of the host, which lanes share."""
+    return runs[0].machine.split(", ")[-1] == peers[0].machine.split(", ")[-1]
 
 
 def newest_first(starts: Sequence[str]) -> dict[str, int]:
@@ -247,7 +260,8 @@ def _thresholds(name: str, runs: list[CountRun], peer: list[CountRun] | None) ->
         note = _seeds(runs) + (f"; {len(reached)} of {len(runs)} runs reached it" if len(reached) < len(runs) else "")
         theirs = [found for run in peer or [] if (found := reach(run.points, threshold))]
         seconds, steps = [s for _, s in reached], [n for n, _ in reached]
-        baseline = (ARMS[peer[0].arm], statistics.median(s for _, s in theirs)) if peer and theirs else None
+        timed = peer if peer and theirs and _same_machine(runs, peer) else None
+        baseline = (ARMS[timed[0].arm], statistics.median(s for _, s in theirs)) if timed else None
         rows.append(
             _row(
                 runs,
@@ -280,8 +294,8 @@ def _thresholds(name: str, runs: list[CountRun], peer: list[CountRun] | None) ->
 
 def _place(runs: list[CountRun], column: str, **more: Any) -> Place:
     run = runs[0]
-    subject = {"arm": f"{run.arm}: {ARMS[run.arm]}", "variant": _variant(run)}
-    goal = f"{run.task}, {ARMS[run.arm]}: {column}"
+    subject = {"arm": f"{run.arm}: {arm_name(run)}", "variant": _variant(run)}
+    goal = f"{run.task}, {arm_name(run)}: {column}"
     return Place(subject, column, table=run.task, start=run.start, goal=goal, **more)
 
 

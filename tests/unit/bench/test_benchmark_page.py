@@ -180,11 +180,15 @@ def test_goals_come_first_and_every_goal_of_the_newest_start_is_judged_there(pag
     assert f"{len(judged) - missed} of {len(judged)} rows" in text and f"{missed} do **not**" in text
     for name, rows in of_today.items():
         lines = [line for line in goals if f"[{page.SECTIONS[name].title}](#" in line["section"]]
-        for row in (r for r in rows if r["target"] and not r["met"]):
-            told = row["place"]["goal"] if row.get("place") else row["metric"]
-            assert any(line["what"] == told and line["met"].startswith("**no**") for line in lines), row["metric"]
-        bad = [line for line in lines if "**no**" in line["met"]]
-        assert bool(bad) == any(r["met"] is False for r in rows)
+        bad = [line for line in lines if line["met"].startswith("**no**")]
+        wrong = [row for row in rows if row["target"] and not row["met"]]
+        assert bool(bad) == bool(wrong)
+        placed = {row["place"]["goal"] for row in wrong if row.get("place")}
+        assert placed <= {line["what"] for line in bad}
+        others = [line["what"].partition(" and ") for line in bad if line["what"] not in placed]
+        metrics = {row["metric"] for row in wrong if not row.get("place")}
+        assert {worst for worst, _, _ in others} <= metrics
+        assert sum(1 + int(more.removesuffix(" more") or 0) for _, _, more in others) == len(metrics)
 
 
 def test_a_missed_target_stands_alone_among_met_ones_of_its_kind(page, tmp_path):

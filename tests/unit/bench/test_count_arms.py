@@ -48,6 +48,8 @@ def test_what_the_user_sets_wins_over_what_an_arm_needs():
     assert job(8).objective.parameters == {"ratioAlpha": 1.0, "ratioClip": 3.0}
     assert job(8, "count", "objective.parameters.ratioClip=2.0").objective.parameters["ratioClip"] == 2.0
     assert job(SHARED).searcher.replicas == 3
+    assert job(2).objective.parameters == {"baselineShift": 0.1, "ratioAlpha": 0}
+    assert job(SHARED, "count", "objective.parameters.ratioAlpha=1").objective.parameters["ratioAlpha"] == 1
     assert job(6).trainer.colocated_searcher.enabled and job(7).searcher.replicas == 3
 
 

@@ -1,10 +1,11 @@
 """What follows from recorded runs: thresholds, eta, the bound, and that a run is kept once."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from bench.gpu.choose_layout import best
-from bench.gpu.count_runs import SLOW_TASK, CountRun, append_run, judge, read_runs
+from bench.gpu.count_runs import SHARED_ONE, SLOW_TASK, CountRun, append_run, judge, read_runs
 from bench.gpu.curves import Costs, Point, bound, eta, reach
 from bench.gpu.learning_curves import compared, draw
 from hypothesis import given
@@ -206,3 +207,15 @@ def test_a_row_stands_in_the_line_of_its_arm_and_variant_and_a_speed_has_the_cos
 def test_tokens_a_second_are_told_of_every_arm_that_measured_them():
     rows = judge([run(arm, facts={"response tokens/s": 10.0 * arm}) for arm in (1, 3, 9)] + [run(2)])
     assert [r.value for r in rows if r.metric.endswith("tokens/s")] == [10.0, 30.0, 90.0]
+
+
+def test_seconds_of_another_machine_are_no_peer_but_steps_are():
+    there = [run(2), run(3)]
+    here = replace(run(9), machine="16 cores, 1 x a card", gpus=1)
+    beside = {r.metric: r.baseline for r in judge([*there, run(9)])}
+    alone = {r.metric: r.baseline for r in judge([*there, here])}
+    shared, one = "count, ours asynchronous, 2 GPUs, small searchers share them", f"count, {SHARED_ONE}"
+    assert beside[f"{shared}: steps/s"] and beside[f"{shared}: seconds to 0.5"]
+    assert alone[f"{one}: steps/s"] is None and alone[f"{one}: seconds to 0.5"] is None
+    assert f"{one}: eta at 0.5" in alone
+    assert any("times as fast" in m for m in beside) and not any("times as fast" in m for m in alone)
