@@ -7,7 +7,7 @@ cd "$(dirname "$0")/../.." || exit 1
 source hack/gpu/env.sh
 KEEP=${KEEP:-$HOME/keep} PARTS=${PARTS:-$HOME/parts} START=${START:-$HOME/start}
 SECONDS_A_RUN=${SECONDS_A_RUN:-180}
-PAIR_SECONDS=${PAIR_SECONDS:-50} PAIR_SECONDS_TRL=${PAIR_SECONDS_TRL:-100} PAIRS_LIMIT=${PAIRS_LIMIT:-585}
+PAIR_SECONDS=${PAIR_SECONDS:-50} PAIR_SECONDS_TRL=${PAIR_SECONDS_TRL:-100} PAIR_SECONDS_ONE=${PAIR_SECONDS_ONE:-75} PAIRS_LIMIT=${PAIRS_LIMIT:-585}
 SCALING_SECONDS=${SCALING_SECONDS:-40}
 PAIR_ARMS=${PAIR_ARMS:-2 9 3} # and PAIR_MORE: what bench_count.py is told besides, without blanks inside
 RUN_ROOT=${RUN_ROOT:-/dev/shm/tba}
@@ -89,6 +89,10 @@ layout() { # layout NAME: sets what one run is: its arm, clock, seconds beside i
   5) beside=90 ;;
   6) beside=100 ;;
   9) beside=100 cards=$(shared "$searchers") more+=(--searchers "$searchers") ;;
+  # On one card.
+  1one) beside=60 clock=$PAIR_SECONDS_ONE cards=0 more=(--variant "one card") ;;
+  3one) beside=60 clock=$PAIR_SECONDS_TRL cards=0 more=(--variant "one card") ;;
+  9one) beside=110 cards=0,0,0,0,0,0 more=(--variant "one card, ratio to the sampler" --searchers 5x128 --set objective.parameters.ratioAlpha=1) ;;
   # Speed alone.
   2three) beside=60 clock=22 more=(--variant "speed, 3 engines a card" --engines 3 --evaluate-every 0) ;;
   2long) beside=50 clock=30 more=(--variant speed --task count-long --evaluate-every 0) ;;

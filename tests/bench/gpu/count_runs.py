@@ -27,8 +27,10 @@ ARMS = {
 }
 
 MANY, GRPO, SHARED = 7, 8, 9
-SHARED_ONE = "ours asynchronous, 1 GPU, small searchers share it"
-"""Arm 9 where one card is all it was given."""
+ON_ONE_CARD = {3: "TRL GRPO, 1 GPU colocated", SHARED: "ours asynchronous, 1 GPU, small searchers share it"}
+"""Arms where one card is all that they were given."""
+ONE_CARD = "one card"
+"""The variant of arms 1 and 3 beside which arm 9 on one card stands."""
 ASYNCHRONOUS = (5, 6, MANY, GRPO, SHARED)
 """Arms whose processes are those of `tba run`."""
 SLOW_TASK = "count-slow"
@@ -117,20 +119,32 @@ def judge(runs: Sequence[CountRun]) -> list[Row]:
     for (task, arm, _, start), found in groups.items():
         told = ", ".join(filter(None, (_variant(found[0]), start and f"start {start}")))
         name = f"{task}, {arm_name(found[0])}{f' ({told})' if told else ''}"
-        peers = {a: groups[task, a, "", start] for a in (1, 2, 3) if a != arm and (task, a, "", start) in groups}
-        peer = peers.get(2) or peers.get(1)
+        peers = _peers(groups, found[0])
+        here = {a: p for a, p in peers.items() if _same_machine(found, p)}
+        beside = here.get(2) or here.get(1)
+        peer = beside or peers.get(2) or peers.get(1)
         ours = arm in ASYNCHRONOUS
-        beside = peer if peer and _same_machine(found, peer) else None
         rows += _speed(name, found, beside, peers.get(1) if arm == 5 and task != SLOW_TASK else None)
         rows += _generated(name, found)
         rows += _thresholds(name, found, peer if ours else None)
-        rows += _against_trl(name, found, peers[3]) if ours and 3 in peers and _same_machine(found, peers[3]) else []
+        rows += _against_trl(name, found, here[3]) if ours and 3 in here else []
     return rows + _scaling(groups)
 
 
 def arm_name(run: CountRun) -> str:
     """Of the run's arm, with the cards that it had."""
-    return SHARED_ONE if run.arm == SHARED and run.gpus == 1 else ARMS[run.arm]
+    return ON_ONE_CARD.get(run.arm, ARMS[run.arm]) if run.gpus == 1 else ARMS[run.arm]
+
+
+def _peers(groups: Mapping[tuple[str, int, str, str], list[CountRun]], run: CountRun) -> dict[int, list[CountRun]]:
+    """By arm, what a run is compared with: on one card what ran there, where it did."""
+    variants = (ONE_CARD, "") if run.gpus == 1 else ("",)
+    found: dict[int, list[CountRun]] = {}
+    for arm in (arm for arm in (1, 2, 3) if arm != run.arm):
+        there = [groups[key] for v in variants if (key := (run.task, arm, v, run.start)) in groups]
+        if there:
+            found[arm] = there[0]
+    return found
 
 
 def _same_machine(runs: list[CountRun], peers: list[CountRun]) -> bool:
@@ -187,7 +201,7 @@ def _against_trl(name: str, runs: list[CountRun], trl: list[CountRun]) -> list[R
         if 2 * len(ours) > len(runs) and 2 * len(theirs) > len(trl):
             value, other = statistics.median(theirs) / statistics.median(ours), statistics.median(theirs)
             note = f"n = {len(runs)}, TRL n = {len(trl)}; {statistics.median(ours):.1f} s against {other:.1f} s"
-            metric = f"{name}: times as fast to {threshold:g} as {ARMS[3]}"
+            metric = f"{name}: times as fast to {threshold:g} as {arm_name(trl[0])}"
             beside = f"{other:.1f} / {statistics.median(ours):.1f} s"
             place = _place(runs, "times as fast as TRL", label=f"to {threshold:g}", beside=beside)
             return [_row(runs, metric, value, "x", None, None, ">= 2", note, place)]
@@ -199,7 +213,7 @@ def _speed(name: str, runs: list[CountRun], peer: list[CountRun] | None, one_car
     baseline, target, note = None, None, _seeds(runs)
     beside: dict[str, Any] = {}  # g, t, o, tau and the bound
     if peer is not None:
-        baseline = (ARMS[peer[0].arm], statistics.median(r.steps_per_second for r in peer))
+        baseline = (arm_name(peer[0]), statistics.median(r.steps_per_second for r in peer))
     if runs[0].task == SLOW_TASK:
         pass
     elif runs[0].arm in (1, 2) and runs[0].costs:
@@ -207,7 +221,7 @@ def _speed(name: str, runs: list[CountRun], peer: list[CountRun] | None, one_car
         note += f"; {_told(beside)}"
     elif peer is not None and peer[0].costs:
         beside = _costs(peer) | {_OF: f"arm {peer[0].arm}"}
-        note += f"; of {ARMS[peer[0].arm]}: {_told(beside)}"
+        note += f"; of {arm_name(peer[0])}: {_told(beside)}"
     if one_card is not None:
         costs = [Costs(**r.costs) for r in one_card if r.costs]
         if costs:
@@ -261,7 +275,7 @@ def _thresholds(name: str, runs: list[CountRun], peer: list[CountRun] | None) ->
         theirs = [found for run in peer or [] if (found := reach(run.points, threshold))]
         seconds, steps = [s for _, s in reached], [n for n, _ in reached]
         timed = peer if peer and theirs and _same_machine(runs, peer) else None
-        baseline = (ARMS[timed[0].arm], statistics.median(s for _, s in theirs)) if timed else None
+        baseline = (arm_name(timed[0]), statistics.median(s for _, s in theirs)) if timed else None
         rows.append(
             _row(
                 runs,
@@ -277,7 +291,7 @@ def _thresholds(name: str, runs: list[CountRun], peer: list[CountRun] | None) ->
         )
         if peer and theirs:
             their_steps, our_steps = statistics.median(n for n, _ in theirs), statistics.median(steps)
-            told = f"{our_steps:.0f} steps, {ARMS[peer[0].arm]} {their_steps:.0f}"
+            told = f"{our_steps:.0f} steps, {arm_name(peer[0])} {their_steps:.0f}"
             value = eta(their_steps, our_steps)
             beside = f"{their_steps:.0f} / {our_steps:.0f} steps"
             place = _place(runs, "eta", label=f"to {threshold:g}", beside=beside)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from bench.gpu.choose_layout import best
-from bench.gpu.count_runs import SHARED_ONE, SLOW_TASK, CountRun, append_run, judge, read_runs
+from bench.gpu.count_runs import ON_ONE_CARD, ONE_CARD, SHARED, SLOW_TASK, CountRun, append_run, judge, read_runs
 from bench.gpu.curves import Costs, Point, bound, eta, reach
 from bench.gpu.learning_curves import compared, draw
 from hypothesis import given
@@ -214,8 +214,13 @@ def test_seconds_of_another_machine_are_no_peer_but_steps_are():
     here = replace(run(9), machine="16 cores, 1 x a card", gpus=1)
     beside = {r.metric: r.baseline for r in judge([*there, run(9)])}
     alone = {r.metric: r.baseline for r in judge([*there, here])}
-    shared, one = "count, ours asynchronous, 2 GPUs, small searchers share them", f"count, {SHARED_ONE}"
+    shared, one = "count, ours asynchronous, 2 GPUs, small searchers share them", f"count, {ON_ONE_CARD[SHARED]}"
     assert beside[f"{shared}: steps/s"] and beside[f"{shared}: seconds to 0.5"]
     assert alone[f"{one}: steps/s"] is None and alone[f"{one}: seconds to 0.5"] is None
     assert f"{one}: eta at 0.5" in alone
     assert any("times as fast" in m for m in beside) and not any("times as fast" in m for m in alone)
+    # What ran on one card beside it is its peer, before the arm of two cards elsewhere.
+    peers = [replace(run(a, speed=0.5), variant=ONE_CARD, machine=here.machine, gpus=1) for a in (1, 3)]
+    rows = {r.metric: r for r in judge([*there, here, *peers])}
+    assert rows[f"{one}: steps/s"].baseline == {"name": "own synchronous loop, 1 GPU", "value": pytest.approx(0.5)}
+    assert rows[f"{one}: times as fast to 0.75 as {ON_ONE_CARD[3]}"].value == pytest.approx(2)

@@ -36,7 +36,7 @@ class Sitting:
         log, said = self.call(stage, *seeds, limit=limit, failing=failing, variant=variant, sleep=sleep)
         return [tuple(map(int, re.findall(r"\d+", line)))[:2] for line in log], said
 
-    def call(self, stage, *seeds, limit, failing, variant, sleep):
+    def call(self, stage, *seeds, limit, failing, variant, sleep, arms=""):
         """(a line a run, what it said)."""
         log = self.folder / "runs.log"
         log.write_text("")
@@ -48,6 +48,7 @@ class Sitting:
             "SLEEP": str(sleep),
             "VARIANT": variant,
             "PAIRS_LIMIT": str(limit),
+            **({"PAIR_ARMS": arms} if arms else {}),
             "PATH": os.environ["PATH"],
             "HOME": str(self.folder),
         }
@@ -103,6 +104,15 @@ def test_a_layout_that_was_chosen_is_that_of_later_runs(sitting):
     (sitting.folder / "parts" / "searchers").write_text("3x64")
     lines, _ = sitting.call("pairs", 0, limit=585, failing="nothing", variant="", sleep=0)
     assert "arm 9 seed 0 on 0,1,1,0 " in lines[1]
+
+
+def test_the_comparison_on_one_card_needs_no_second(sitting):
+    lines, _ = sitting.call("pairs", 0, limit=585, failing="nothing", variant="", sleep=0, arms="9one 1one 3one")
+    assert [line.partition(" of ")[0] for line in lines] == [
+        "arm 9 seed 0 on 0,0,0,0,0,0",
+        "arm 1 seed 0 on 0",
+        "arm 3 seed 0 on 0",
+    ]
 
 
 def test_a_run_that_fails_in_one_lane_is_tried_once_more_and_told(sitting):
