@@ -8,11 +8,11 @@ from typing import Any
 
 from tba.contracts.history import StepRow
 from tba.contracts.records import RunState
+from tba.protocol.liveness import searchers_alive
 from tba.report.history import BEGINNINGS, History
 from tba.report.split import searcher_time, trainer_time
 
 RECENT_STEPS = 20
-SEARCHER_ALIVE_SECONDS = 60.0
 SILENT_SECONDS = 120.0
 """Without any new row for so long a running trainer is reported as not heard of."""
 
@@ -113,7 +113,7 @@ def summarise(history: History, now: float) -> Summary:
         replay_ratio=last.replay_ratio if last else None,
         replay_slots=sum(r.replay_slots for r in history.steps),
         slots=sum(r.slots for r in history.steps),
-        searchers_alive=sum(now - s.last_seen <= SEARCHER_ALIVE_SECONDS for s in history.searchers),
+        searchers_alive=searchers_alive(history.searchers, now),
         searchers=len(history.searchers),
         # Before the first step, and while none is made, searchers' rows are all that is known.
         trajectories=max(last.ingested_rows if last else 0, sum(s.rows for s in history.searchers)),

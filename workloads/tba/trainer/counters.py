@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from tba.contracts.history import LengthRow, SearcherRow
+from tba.protocol.liveness import searchers_alive
 from tba.shards import ShardBatch
 from tba.trainer.rows import SCORED
 
@@ -151,9 +152,9 @@ class Counters:
             epoch=epoch, step=step, time=now, generated=self.generated_lengths, trained=self.trained_lengths
         )
 
-    def alive(self, now: float, within_seconds: float = 60.0) -> int:
-        """Searcher processes heard of lately."""
-        return sum(now - t.last_seen <= within_seconds for t in self.searchers.values())
+    def alive(self, now: float) -> int:
+        """Searchers heard of lately; one that was restarted counts once."""
+        return searchers_alive(self.searchers.values(), now)
 
     def state(self) -> dict[str, Any]:
         """JSON of everything."""
