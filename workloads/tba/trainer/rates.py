@@ -4,9 +4,9 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field
 
+from tba.protocol.liveness import ALIVE_SECONDS
+
 WINDOW_SECONDS = 120.0
-ALIVE_SECONDS = 60.0
-"""A searcher not heard of for so long does not count."""
 LEAST_STEPS = 10
 """Kept beyond the window: the speed of a trainer that waits is that of its last steps."""
 LEAST_UP_SECONDS = 5.0
