@@ -26,11 +26,11 @@ step() { # step CARDS LIMIT_SECONDS NAME COMMAND...: with a limit, its end shown
   return $code
 }
 
-merge() { # merge NAME: one file of the rows of all parts
+merge() { # merge NAME: one file of the rows of all parts; what a command measured anew takes the place of the old
   python3 - "$KEEP/$1.json" "$PARTS/$1".*.json <<'PY'
 import json, sys
-rows = [row for path in sys.argv[2:] for row in json.load(open(path))]
-open(sys.argv[1], "w").write("[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]\n")
+rows = {(row["metric"], row["command"]): row for path in sys.argv[2:] for row in json.load(open(path))}
+open(sys.argv[1], "w").write("[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows.values()) + "\n]\n")
 PY
 }
 
@@ -45,7 +45,7 @@ trainer_bench() {
 memory() { # ways to keep less for the backward pass, on the first card
   local bench=(python3 tests/bench/gpu/bench_trainer_gpu.py --tokenizer "$VS/smol" --repetitions 3)
   step 0 150 memory-selective "${bench[@]}" --shapes 1.5b --micro-rows 20 --set activationCheckpointing=Selective -o "$PARTS/gpu_trainer.3.json"
-  step 0 150 memory-smaller "${bench[@]}" --shapes 1.5b --micro-rows 20 --micro-batch-tokens 12288 -o "$PARTS/gpu_trainer.4.json"
+  step 0 150 memory-default "${bench[@]}" --shapes 1.5b --micro-rows 20 -o "$PARTS/gpu_trainer.6.json"
   step 0 100 memory-small "${bench[@]}" --shapes 0.135b --micro-rows 80 --set activationCheckpointing=Selective -o "$PARTS/gpu_trainer.5.json"
   # Without trainer_bench in this sitting: beside the rows of an earlier one, not in their place.
   [ -e "$PARTS/gpu_trainer.1.json" ] || cp docs/results/gpu_trainer.json "$PARTS/gpu_trainer.0.json"

@@ -16,8 +16,9 @@ from tba.scoring import Scorer
 from tba.scoring.attention import flash_reason
 from tba.trainer.adapted import make_policy
 from tba.trainer.learner import Learner
-from tba.trainer.memory import activation_bytes, layers_of, set_recomputation
+from tba.trainer.memory import activation_bytes
 from tba.trainer.model import Policy
+from tba.trainer.recomputation import layers_of, set_recomputation
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="NO GPU: the trainer's CUDA paths are untested here"),

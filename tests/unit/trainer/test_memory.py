@@ -7,11 +7,13 @@ import torch
 from support.learning import tiny_llama
 from support.scoring import gradients, grouped_rows, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from tba.contracts.config import TrainerSettings
 from tba.contracts.errors import UserError
 from tba.scoring import Scorer
-from tba.trainer.memory import ActivationMemory, cheapest_that_fits, layers_of, set_recomputation, spare_bytes
+from tba.trainer.memory import ActivationMemory, cheapest_that_fits, spare_bytes
+from tba.trainer.recomputation import is_gated_mlp, layers_of, set_recomputation
 
 
 class Operators(TorchDispatchMode):
@@ -39,7 +41,7 @@ def test_recomputed_layers_run_twice_and_give_the_same_gradients():
     scorer = Scorer(model, temperature=1.0)
     rows = scorer.pack(*grouped_rows())
     runs: list[int] = []
-    layers_of(model)[0].input_layernorm.register_forward_hook(lambda *_: runs.append(1))
+    layers_of(model)[0].mlp.act_fn.register_forward_hook(lambda *_: runs.append(1))
     found = []
     for wanted, times in (("none", 1), ("full", 2), ("selective", 2), ("none", 1)):
         set_recomputation(model, wanted)
@@ -66,6 +68,36 @@ def test_selective_recomputation_repeats_no_matrix_product_and_no_attention():
     assert {n: selective[n] for n in expensive} == {n: plain[n] for n in expensive}
     assert full["mm"] > plain["mm"]
     assert selective["silu"] == full["silu"] == 2 * plain["silu"], "the cheap rest is computed again"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "is_one"),
+    [
+        ("llama", {}, True),
+        ("gemma3_text", {"head_dim": 8}, True),
+        ("phi3", {"pad_token_id": 0}, False),  # its gate and up are one matrix
+        ("qwen3_moe", {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}, False),
+        (
+            "gemma3n_text",
+            {"head_dim": 8, "laurel_rank": 4, "vocab_size_per_layer_input": 40, "num_kv_shared_layers": 0},
+            False,
+        ),  # makes it sparse
+    ],
+)
+def test_gated_network_is_known_by_what_it_computes(family, changes, is_one):
+    assert is_gated_mlp(layers_of(tiny(family, **changes))[0].mlp) is is_one
+
+
+def test_a_gated_network_that_does_more_or_has_other_parts_is_not_taken_for_one():
+    class Scaled(LlamaMLP):
+        def forward(self, x):
+            return 2 * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+    mlp = LlamaMLP(tiny().config)
+    assert is_gated_mlp(mlp)
+    assert not is_gated_mlp(Scaled(tiny().config))
+    mlp.down_proj = torch.nn.Sequential(mlp.down_proj)  # as an adapter stands around it
+    assert not is_gated_mlp(mlp)
 
 
 def bytes_kept(scorer, rows) -> int:
@@ -127,7 +159,7 @@ def test_setting_decides_on_a_cpu_where_auto_means_never(mode, times):
     for setting in ("Always", "Selective", mode):
         memory.configure(TrainerSettings(activation_checkpointing=setting))
     runs: list[int] = []
-    layers_of(model)[0].input_layernorm.register_forward_hook(lambda *_: runs.append(1))
+    layers_of(model)[0].mlp.act_fn.register_forward_hook(lambda *_: runs.append(1))
     scorer.sequence_logprobs(scorer.pack(*grouped_rows())).sum().backward()
     assert len(runs) == times
 

@@ -1,43 +1,26 @@
-"""What the backward pass keeps in memory: how much of a layer is computed again, and whether layers are compiled.
+"""What the backward pass keeps in memory: which recomputation is chosen, and whether layers are compiled.
 
 Whether activations fit is measured, not guessed from shapes: a short forward pass with gradients tells bytes a token.
 """
 
 from collections.abc import Mapping
-from functools import partial
-from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tba.contracts.config import TrainerSettings
 from tba.contracts.errors import UserError
 from tba.log import ACTIVATIONS_PLANNED, log
 from tba.scoring import Scorer
+from tba.trainer.recomputation import Recomputation, layers_of, set_recomputation
 
-Recomputation = Literal["none", "selective", "full"]
-"""Of a decoder layer in the backward pass: nothing, all but its expensive results, all."""
 HEADROOM = 0.8
 """Share of free memory that activations may take: fragmentation, logits and kernels' own need the rest."""
 STATE_BYTES = 12
 """A parameter's gradient and two moments, float32: not there yet when the first step is planned."""
 PROBE_TOKENS = 256
-_EXPENSIVE = (
-    "aten.mm",
-    "aten.addmm",
-    "aten._grouped_mm",
-    "aten._scaled_dot_product_flash_attention",
-    "aten._scaled_dot_product_efficient_attention",
-    "aten._scaled_dot_product_cudnn_attention",
-    "aten._scaled_dot_product_flash_attention_for_cpu",
-    "torch_attn._varlen_attn",
-)
-"""Operators whose results selective recomputation keeps. Not batched products: plain attention makes its length by
-length scores with them, which are what it must not keep."""
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -61,36 +44,6 @@ def spare_bytes(free: int, total: int, own: int, engine_share: float) -> int:
     `own`: what this process holds there.
     """
     return min(free, round(total * (1 - engine_share)) - own)
-
-
-def layers_of(model: nn.Module) -> list[GradientCheckpointingLayer]:
-    """The decoder layers, of models whose layers transformers could recompute."""
-    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-
-
-def set_recomputation(model: nn.Module, wanted: Recomputation) -> None:
-    """Compute each decoder layer again in the backward pass: not at all, but for what is expensive, or whole.
-
-    Not by transformers' own switch, which is read in training mode only: some families' layers drop out then.
-    Inside the layer's call, not around it: FSDP's hooks gather a different number of times in the backward pass.
-
-    Raises: UserError if the model has no layers that transformers could recompute.
-    """
-    layers = layers_of(model)
-    for layer in layers:
-        layer.__dict__.pop("forward", None)
-    if wanted == "none":
-        return
-    if not layers:
-        raise UserError(
-            f"trainer.activationCheckpointing: {type(model).__name__} has no layers that can be recomputed: set Never"
-        )
-    # No dropout anywhere: random states need not be kept.
-    how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if wanted == "selective":
-        how["context_fn"] = partial(create_selective_checkpoint_contexts, _expensive_operators())
-    for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, **how)
 
 
 def compile_layers(*models: nn.Module) -> None:
@@ -190,9 +143,3 @@ def _bytes_kept(scorer: Scorer, trained: nn.Parameter) -> float:
     used = torch.cuda.memory_allocated(device) - before
     del kept
     return used / rows.num_tokens
-
-
-def _expensive_operators() -> list[Any]:
-    """Those of `_EXPENSIVE` that this torch has, with all their overloads."""
-    packets = (getattr(getattr(torch.ops, ns), op, None) for ns, op in (name.split(".") for name in _EXPENSIVE))
-    return [getattr(packet, overload) for packet in packets if packet is not None for overload in packet.overloads()]

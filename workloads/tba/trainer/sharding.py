@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor
 from tba.contracts.config import TrainerSettings
 from tba.contracts.errors import UserError
 from tba.scoring import Layout, Rows, Scorer
-from tba.trainer.memory import Recomputation, activation_bytes, layers_of, local
+from tba.trainer.memory import activation_bytes, local
 from tba.trainer.optim import shard_like
 from tba.trainer.ranks import Ranks
+from tba.trainer.recomputation import Recomputation, layers_of
 from tba.trainer.shares import assign
 from tba.trainer.working import cast_parameters
 
