@@ -28,8 +28,8 @@ step() { # step CARDS LIMIT_SECONDS NAME COMMAND...: with a limit, its end shown
 
 merge() { # merge NAME: one file of the rows of all parts; what a command measured anew takes the place of the old
   python3 - "$KEEP/$1.json" "$PARTS/$1".*.json <<'PY'
-import json, sys
-rows = {(row["metric"], row["command"]): row for path in sys.argv[2:] for row in json.load(open(path))}
+import json, os, sys
+rows = {(row["metric"], row["command"].replace(os.environ["HOME"], "$HOME")): row for path in sys.argv[2:] for row in json.load(open(path))}
 open(sys.argv[1], "w").write("[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows.values()) + "\n]\n")
 PY
 }

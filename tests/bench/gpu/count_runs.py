@@ -310,7 +310,9 @@ def _place(runs: list[CountRun], column: str, **more: Any) -> Place:
     run = runs[0]
     subject = {"arm": f"{run.arm}: {arm_name(run)}", "variant": _variant(run)}
     goal = f"{run.task}, {arm_name(run)}: {column}"
-    return Place(subject, column, table=run.task, start=run.start, goal=goal, **more)
+    # A table has one baseline.
+    table = f"{run.task} on one GPU" if run.variant.startswith(ONE_CARD) else run.task
+    return Place(subject, column, table=table, start=run.start, goal=goal, **more)
 
 
 def _row(
