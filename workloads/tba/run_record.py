@@ -44,7 +44,7 @@ def refuse_foreign(record: RunRecord, run: RunFile, *, adopt: bool) -> None:
             f"this storage prefix holds a run of job {record.owner}, this is {run.owner}: "
             "use another storage.uri, or set storage.adopt: true to take the run over"
         )
-    changed = _differences(record.config.identity(), run.config.identity())
+    changed = differences(record.config.identity(), run.config.identity())
     if changed:
         raise UserError(
             "these fields may not change during a run: " + "; ".join(changed) + ". "
@@ -52,12 +52,13 @@ def refuse_foreign(record: RunRecord, run: RunFile, *, adopt: bool) -> None:
         )
 
 
-def _differences(old: dict[str, Any], new: dict[str, Any], path: str = "") -> list[str]:
+def differences(old: dict[str, Any], new: dict[str, Any], path: str = "") -> list[str]:
+    """What changed from one JSON object to another, a text for each field, in order of their names."""
     found: list[str] = []
     for name in sorted(old.keys() | new.keys()):
         a, b = old.get(name), new.get(name)
         if isinstance(a, dict) and isinstance(b, dict):
-            found += _differences(a, b, f"{path}{name}.")
+            found += differences(a, b, f"{path}{name}.")
         elif a != b:
             found.append(f"{path}{name} was {json.dumps(a)}, is now {json.dumps(b)}")
     return found

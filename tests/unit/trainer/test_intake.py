@@ -34,7 +34,9 @@ def test_rows_are_counted_by_what_became_of_them():
     source = SimpleNamespace(take=lambda _: arrivals, ingested=lambda _: None)
     report = SimpleNamespace(delivered=lambda _: None, quarantined=lambda *_: None)
     journal = SimpleNamespace(append=lambda _: None)
-    intake = Intake(learner, source, journal, report, facts=LoopFacts(version0=None), live=live_config)
+    intake = Intake(
+        learner, source, journal, report, facts=LoopFacts(version0=None), begun_with=live_config(), live=live_config
+    )
     before = counted()
     intake.take(Bookkeeping.begun(1), waiting=False)
     change = {name: value - before[name] for name, value in counted().items()}

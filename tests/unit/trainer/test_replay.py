@@ -1,5 +1,6 @@
 """Offline replay of a tiny run whose live settings changed on the way, or of more steps than it took."""
 
+import shutil
 import threading
 import time
 
@@ -7,7 +8,11 @@ import pytest
 from support.tiny_run import TinyRun
 
 from tba.cli import main
-from tba.contracts.errors import UserError
+from tba.contracts.errors import CorruptObject
+from tba.contracts.keys import INGEST
+from tba.contracts.records import IngestEntry
+from tba.report.history import read_history
+from tba.store import open_store
 from tba.trainer.loop import Terminated
 from tba.trainer.replay import replay, weights_that_differ
 
@@ -15,9 +20,9 @@ STEPS = 3
 HANG = 60.0  # seconds after which a trainer that does not get to its wait has failed
 
 
-def set_buffer(run: TinyRun, **limits) -> None:
-    """Live limits of the buffer from now on."""
-    run.live = run.live.model_copy(update={"buffer": run.live.buffer.model_copy(update=limits)})
+def set_live(run: TinyRun, section: str, fields: dict) -> None:
+    """Live settings from now on."""
+    run.live = run.live.model_copy(update={section: getattr(run.live, section).model_copy(update=fields)})
 
 
 def stop_in_a_wait(run: TinyRun, *, step: int) -> None:
@@ -38,9 +43,9 @@ def stop_in_a_wait(run: TinyRun, *, step: int) -> None:
 def changed_run(folder, *, step: int, before: dict, after: dict) -> TinyRun:
     """A complete run that waited at `step` under limits `before` and was resumed with `after`."""
     run = TinyRun(folder, min_initial=0)
-    set_buffer(run, **before)
+    set_live(run, "buffer", before)
     stop_in_a_wait(run, step=step)
-    set_buffer(run, **after)
+    set_live(run, "buffer", after)
     run.trainer().run()
     return run
 
@@ -76,19 +81,90 @@ def test_all_steps_of_a_run_and_fewer_can_be_asked_for(repaced, capsys):
     assert fewer.startswith(f"replayed {STEPS - 1} steps; ") and fewer.endswith("nothing to compare")
 
 
-def test_a_batch_that_the_first_settings_forbid_ends_the_replay_with_what_can_still_be_replayed(tmp_path):
+@pytest.fixture(scope="module")
+def loosened(tmp_path_factory):
+    """A batch of step 2 that the first settings forbid."""
     strict = {"max_policy_lag": 0, "max_replay_lag": 0}
-    run = changed_run(tmp_path, step=1, before=strict, after=dict.fromkeys(strict))
-    with pytest.raises(UserError, match=r"step 2 of the run .*maxPolicyLag.* are not recorded: .* --steps 1$"):
-        replay(run.ready.store)
-    assert replay(run.ready.store, steps=1).step == 1
+    folder = tmp_path_factory.mktemp("loosened")
+    return changed_run(folder, step=1, before=strict, after=dict.fromkeys(strict))
 
 
-def test_weights_that_differ_are_told_with_the_settings_whose_change_would_explain_it(tmp_path, capsys):
+def forget_changes(run: TinyRun, folder) -> str:
+    """URI of a copy of the run whose ingest log knows no later settings."""
+    shutil.copytree(run.uri.removeprefix("file://"), folder)
+    found = 0
+    for path in (folder / INGEST).rglob("*"):
+        if path.is_file():
+            lines = path.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if IngestEntry.model_validate_json(line).live is None]
+            path.write_bytes(b"".join(kept))
+            found += len(lines) - len(kept)
+    assert found
+    return f"file://{folder}"
+
+
+def test_settings_that_changed_during_the_run_change_at_the_same_step_of_its_replay(loosened, capsys):
+    assert replay_command(loosened) == 0
+    assert capsys.readouterr().out == f"replayed {STEPS} steps; weights and checkpoint equal bit for bit\n"
+
+
+def test_a_change_of_settings_is_an_event_of_the_history_with_what_was_and_is(loosened):
+    told = [e.detail for e in read_history(loosened.ready.store).events if e.event == "settings"]
+    assert told == ["buffer.maxPolicyLag was 0, is now null; buffer.maxReplayLag was 0, is now null"]
+
+
+@pytest.mark.parametrize(
+    ("section", "before", "after"),
+    [
+        ("buffer", {"max_trajectories": 4}, {"max_trajectories": None}),
+        ("buffer", {"max_trajectories": None}, {"max_trajectories": 4}),
+        ("sync", {"ingest": "AtSync", "interval_steps": 1}, {"ingest": "Continuous", "interval_steps": 3}),
+        ("trainer", {"micro_batch_tokens": 4096}, {"micro_batch_tokens": 8}),
+    ],
+)
+def test_settings_that_decide_what_is_kept_drawn_or_summed_are_replayed(tmp_path, section, before, after):
+    run = TinyRun(tmp_path, min_initial=0)
+    set_live(run, section, before)
+    set_live(run, "buffer", {"max_replay_ratio": 1.0})
+    stop_in_a_wait(run, step=1)
+    set_live(run, section, after)
+    trainer = run.trainer()
+    for seq in (1, 2):
+        run.put_shard(seq)
+    trainer.run()
+    assert weights_that_differ(run.ready.store, replay(run.ready.store)) == []
+
+
+def test_a_trainer_that_was_killed_goes_on_with_the_settings_that_its_checkpoint_knows(tmp_path):
+    run = TinyRun(tmp_path, min_initial=0)
+    set_live(run, "buffer", {"max_replay_ratio": 1.0, "max_trajectories": 2})
+    run.trainer()
+    set_live(run, "buffer", {"max_trajectories": 8})
+    stop_in_a_wait(run, step=1)
+    assert len(run.ready.learner.buffer) == 4
+    trainer = run.trainer()
+    run.put_shard(1)
+    run.put_shard(2)
+    trainer.run()
+    assert len(run.ready.learner.buffer) == 8
+    assert sum(e.event == "settings" for e in read_history(run.ready.store).events) == 1
+    assert weights_that_differ(run.ready.store, replay(run.ready.store)) == []
+
+
+def test_a_batch_that_the_ingest_log_does_not_explain_ends_the_replay_with_what_can_still_be_replayed(
+    loosened, tmp_path
+):
+    store = open_store(forget_changes(loosened, tmp_path / "copy"))
+    with pytest.raises(CorruptObject, match=r"step 2 of the run .*ingest log.*maxPolicyLag.* --steps 1$"):
+        replay(store)
+    assert replay(store, steps=1).step == 1
+
+
+def test_weights_that_differ_are_told_with_what_would_explain_it(tmp_path, capsys):
     strict = {"max_policy_lag": 0, "max_replay_ratio": 1.0}
-    run = changed_run(tmp_path, step=1, before=strict, after=dict.fromkeys(strict))
+    run = changed_run(tmp_path / "run", step=1, before=strict, after=dict.fromkeys(strict))
+    run.uri = forget_changes(run, tmp_path / "copy")
     capsys.readouterr()  # the trainer's log
     assert replay_command(run) == 1
     verdict, reason = capsys.readouterr().out.splitlines()
-    assert "weights and checkpoint differ in" in verdict
-    assert "buffer.maxPolicyLag" in reason and "changes are not recorded" in reason
+    assert "weights and checkpoint differ in" in verdict and "several ranks" in reason and "--threads" in reason

@@ -162,7 +162,7 @@ class SampleRow(Row):
 
 
 class EventRow(Row):
-    """Something that happened to the run: started, resumed, waiting, continued, checkpoint, stopped, finished, ..."""
+    """Something that happened to the run: started, resumed, waiting, continued, settings, checkpoint, stopped, ..."""
 
     kind: Literal["event"] = "event"
     event: str

@@ -286,15 +286,16 @@ class RunRecord(Contract):
     """Key of the code of a reward that came from a ConfigMap: searchers have the bucket only."""
     forked_from: ForkOrigin | None = None
     live: LiveConfig
-    """Live settings at creation, never compared: what a searcher or a replay that is told nothing else takes."""
+    """Live settings at creation, never compared: what a searcher that is told nothing else takes, and what a replay
+    begins with. The ingest log has later ones."""
 
 
 class IngestEntry(Contract):
-    """One line of the ingest log: a shard ingested before optimizer step `before_step`."""
+    """One line of the ingest log: a shard, a sync mark or other live settings, before optimizer step `before_step`."""
 
     before_step: int = Field(ge=1)
     key: str
-    """Key of the shard; empty for a sync mark."""
+    """Key of the shard; empty for what is none."""
     synced: bool = False
     """AtSync only: here the rows ingested since the last mark became the most-on-policy pool."""
     extended: bool = False
@@ -303,3 +304,5 @@ class IngestEntry(Contract):
     """Rows ingested before de-duplication; 0 for a quarantined shard."""
     quarantined: str | None = None
     """Why the shard was refused, if it was."""
+    live: LiveConfig | None = None
+    """Settings that the trainer follows from here on, if they changed here."""

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from tba.contracts.config import LiveConfig
 from tba.contracts.errors import CorruptObject
 from tba.contracts.keys import CheckpointKey
 from tba.contracts.records import CheckpointManifest, FileEntry, IngestEntry, ShardId
@@ -44,6 +45,8 @@ class LoopFacts:
     there."""
     foreign: Collection[str] = ()
     """Keys below `shards/` that are no shards, reported once."""
+    live: LiveConfig | None = None
+    """The settings that the trainer followed; None: those of run.json."""
 
     def to_json(self) -> dict[str, Any]:
         """Facts of a checkpoint."""
@@ -51,13 +54,16 @@ class LoopFacts:
             "version0": self.version0,
             "carried": [entry.to_json().decode() for entry in self.carried],
             "foreign": sorted(self.foreign),
+            "live": self.live and self.live.to_json().decode(),
         }
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Self:
         """Undo `to_json`."""
         carried = [IngestEntry.model_validate_json(entry) for entry in facts.get("carried", ())]
-        return cls(facts["version0"], carried, facts.get("foreign", ()))
+        live = facts.get("live")
+        followed = None if live is None else LiveConfig.model_validate_json(live)
+        return cls(facts["version0"], carried, facts.get("foreign", ()), followed)
 
 
 def write_checkpoint(store: ObjectStore, manifest: CheckpointManifest, state: TrainerState) -> str:

@@ -1,6 +1,7 @@
 """Rows in, on the loop's side: what has arrived becomes part of the learner, the bookkeeping and the ingest log.
 
-A bad shard is quarantined, never fatal. What is ingested and what is logged never differ: both change here alone.
+A bad shard is quarantined, never fatal. What is ingested and what is logged never differ: both change here alone, and
+so do the live settings by which batches are drawn.
 """
 
 import time
@@ -12,6 +13,7 @@ from tba.contracts.errors import CorruptObject
 from tba.contracts.records import IngestEntry
 from tba.log import SHARDS_INGESTED, log
 from tba.protocol.bookkeeping import Bookkeeping
+from tba.run_record import differences
 from tba.trainer.checkpoint import LoopFacts
 from tba.trainer.ingest import Arrival, Ingestor
 from tba.trainer.journal import Journal
@@ -30,13 +32,17 @@ class Intake:
         report: Reporter,
         *,
         facts: LoopFacts,
+        begun_with: LiveConfig,
         live: Callable[[], LiveConfig],
     ) -> None:
+        """`begun_with`: the settings that run.json tells. `live`: those of now."""
         self._learner = learner
         self._ingestor = ingestor
         self._ingest_log = ingest_log
         self._report = report
         self._live = live
+        self.followed = facts.live or begun_with
+        """The settings by which rows are kept and batches are drawn, as the ingest log tells them."""
         self._synced_step = -1
         self._extends_sync = False  # AtSync: the next rows join the pool of this wait in place of replacing it
         self.last_arrival = time.monotonic()
@@ -51,6 +57,18 @@ class Intake:
         """Of the ingest log, since the last step: a checkpoint carries them, for they belong to the next step."""
         for entry in facts.carried:
             self._log(entry)
+        learner.buffer.set_max_trajectories(self.followed.buffer.max_trajectories)
+
+    def follow(self) -> LiveConfig:
+        """The settings for what comes next; a change is logged, so that a replay makes it at the same place."""
+        live = self._live()
+        if live != self.followed:
+            changes = differences(*(each.model_dump(mode="json", by_alias=True) for each in (self.followed, live)))
+            self._log(self._entry(key="", num_rows=0, live=live))
+            self._report.event("settings", "; ".join(changes))
+            self.followed = live
+            self._learner.buffer.set_max_trajectories(live.buffer.max_trajectories)
+        return live
 
     def take(self, book: Bookkeeping, *, waiting: bool, timeout_seconds: float = 0.0) -> Bookkeeping:
         """Ingest what has arrived; returns the bookkeeping after it.

@@ -152,7 +152,13 @@ class Trainer:
             foreign=ready.facts.foreign,
         )
         self._intake = Intake(
-            self._learner, self._ingestor, self._ingest_log, self._report, facts=ready.facts, live=live
+            self._learner,
+            self._ingestor,
+            self._ingest_log,
+            self._report,
+            facts=ready.facts,
+            begun_with=ready.record.live,
+            live=live,
         )
         publishing, saving = self._publisher.background, self._checkpointer.background
         self._backgrounds = (publishing, saving, self._keeping.commits, self._keeping.garbage)
@@ -174,11 +180,12 @@ class Trainer:
                 self._housekeeping()
                 with self._phases.piece("ingest"):
                     self._take_rows()
-                reason = self._learner.waiting_for(self._live())
+                live = self._intake.follow()
+                reason = self._learner.waiting_for(live)
                 if reason is not None:
                     self._wait(reason)
                 else:
-                    self._train_step()
+                    self._train_step(live)
             self._end()
         finally:
             self._close()
@@ -206,7 +213,7 @@ class Trainer:
             self._join(self._checkpointer.background)
         self._ingestor.start()
 
-    def _train_step(self) -> None:
+    def _train_step(self, live: LiveConfig) -> None:
         if self._waiting is not None:
             self._report.continued(self._waiting)
             log.info(DATA_ARRIVED, waited_seconds=round(self._phases.seconds("wait_data"), 2))
@@ -216,7 +223,7 @@ class Trainer:
         self.tracker.state, self.tracker.detail = "Training", self._outage()
         started = time.monotonic()
         with trace.span("train_step", step=self._learner.step + 1):
-            result = self._learner.train_step(self._live(), self._epoch)
+            result = self._learner.train_step(live, self._epoch)
             trace.lay_out(result.phase_seconds)
         self._intake.stepped()
         step = self._learner.step
@@ -228,7 +235,6 @@ class Trainer:
         if self._on_step is not None:
             self._on_step(result)
         self._heartbeat.beat()
-        live = self._live()
         evaluation = self._evaluations.request_for(step)
         if step % live.sync.interval_steps == 0 or evaluation is not None or step == self._total:
             self._publish(evaluation)
@@ -356,7 +362,8 @@ class Trainer:
                 ingest_log_seq=self._ingest_log.seal(), metrics_log_seq=self._history.seal()
             )
             state = self._learner.state()
-        facts = LoopFacts(self._version0, carried=self._intake.open_entries, foreign=self._intake.foreign)
+        intake = self._intake
+        facts = LoopFacts(self._version0, intake.open_entries, intake.foreign, intake.followed)
         detached = TrainerState(state.tensors, {**state.facts, **facts.to_json()})
         self._checkpointer.save(self._book.manifest(new_nonce(), []), detached, captured=started)
 
@@ -368,9 +375,7 @@ class Trainer:
         self._apply_results()
         self._keeping.tick(self._intake)
         self._colocated.tick()
-        live = self._live()
-        self._learner.buffer.set_max_trajectories(live.buffer.max_trajectories)
-        self.tracker.alarms.stall_timeout_seconds = live.sync.stall_timeout_seconds
+        self.tracker.alarms.stall_timeout_seconds = self._live().sync.stall_timeout_seconds
 
     def _apply_results(self) -> None:
         for key in self._checkpointer.take_committed():

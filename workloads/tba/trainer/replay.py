@@ -1,8 +1,8 @@
 """Trains again, offline, from recorded trajectories in recorded order (system.md §2: every run can be replayed).
 
-The ingest log says which shards entered before which optimizer step; entries of a discarded future are dropped by the
-lineage. On CPU, with the same configuration and thread count, the weights equal those of the live run bit for bit,
-however often that one was killed and resumed.
+The ingest log says which shards entered before which optimizer step, and where live settings changed; entries of a
+discarded future are dropped by the lineage. On CPU, with the same configuration and thread count, the weights equal
+those of the live run bit for bit, however often that one was killed and resumed.
 """
 
 import json
@@ -27,16 +27,6 @@ from tba.trainer.checkpoint import read_checkpoint
 from tba.trainer.ingest import Binding, read_shard
 from tba.trainer.learner import Learner, StepResult
 from tba.trainer.startup import binding
-
-UNRECORDED = (
-    "sync.intervalSteps",
-    "sync.ingest",
-    "buffer.maxTrajectories",
-    "buffer.maxPolicyLag",
-    "buffer.maxReplayLag",
-    "trainer.microBatchTokens",
-)
-"""Live settings on which the weights depend: the bucket knows them as of the start of the run, and no later change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,26 +82,28 @@ def surviving_entries(store: ObjectStore, lineage: Lineage) -> Iterator[IngestEn
 def replay(
     store: ObjectStore,
     *,
-    live: LiveConfig | None = None,
     steps: int | None = None,
     on_step: Callable[[Learner, StepResult], None] | None = None,
 ) -> Learner:
     """Train from version 0 for `steps` (default: to the newest checkpoint) over the recorded shards.
 
-    `live`: settings of the run if they changed after its start; default those recorded in run.json.
-
-    Raises: CorruptObject if a recorded shard cannot be read any more; UserError without a run, if it has fewer steps,
-    or if a batch that it drew cannot be drawn with `live`.
+    Raises: CorruptObject if a recorded shard cannot be read any more, or a batch not be drawn from them again;
+    UserError without a run, or if it has fewer steps.
     """
     recorded = read_recorded(store)
     last = _last_step(store, recorded, steps)
-    live = _unpaced(live or recorded.record.live)
+    live = _unpaced(recorded.record.live)
     learner = _begin(store, recorded)
     book = Bookkeeping(epoch=recorded.latest.epoch, lineage=recorded.lineage)
     pending = list(reversed(recorded.entries))
     for step in range(1, last + 1):
         while pending and pending[-1].before_step <= step:
-            _ingest(store, recorded, learner, book, pending.pop())
+            entry = pending.pop()
+            if entry.live is not None:
+                live = _unpaced(entry.live)
+                learner.buffer.set_max_trajectories(live.buffer.max_trajectories)
+            else:
+                _ingest(store, recorded, learner, book, entry)
         _refuse_undrawable(store, learner, live)
         result = learner.train_step(live, _epoch_of(recorded.lineage, step))
         # `step` of the bookkeeping is what trajectories may claim; the recorded run has checked that already.
@@ -150,13 +142,12 @@ def _unpaced(live: LiveConfig) -> LiveConfig:
 
 
 def _refuse_undrawable(store: ObjectStore, learner: Learner, live: LiveConfig) -> None:
-    """Raises: UserError if the next batch, which the run drew from the same rows, needs other settings than `live`."""
+    """Raises: CorruptObject if the next batch, which the run drew, cannot be drawn."""
     missing = learner.waiting_for(live)
     if missing is not None:
-        raise UserError(
-            f"step {learner.step + 1} of the run at {store.uri} cannot be drawn again, for want of {missing}. Replay "
-            "takes the live settings that the run began with; those it took this step with are not recorded: replay "
-            f"what came before with --steps {learner.step}"
+        raise CorruptObject(
+            f"step {learner.step + 1} of the run at {store.uri} cannot be drawn again from its ingest log, for want of "
+            f"{missing}. Replay what came before with --steps {learner.step}"
         )
 
 
