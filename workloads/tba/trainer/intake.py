@@ -63,9 +63,9 @@ class Intake:
         """The settings for what comes next; a change is logged, so that a replay makes it at the same place."""
         live = self._live()
         if live != self.followed:
-            changes = differences(*(each.model_dump(mode="json", by_alias=True) for each in (self.followed, live)))
+            before, now = (each.model_dump(mode="json", by_alias=True) for each in (self.followed, live))
             self._log(self._entry(key="", num_rows=0, live=live))
-            self._report.event("settings", "; ".join(changes))
+            self._report.event("settings", "; ".join(differences(before, now)))
             self.followed = live
             self._learner.buffer.set_max_trajectories(live.buffer.max_trajectories)
         return live
