@@ -1,3 +1,5 @@
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -6,6 +8,7 @@ from unit.trainer.shard_rows import R, V, new_rows, prompt_of
 
 from tba.contracts.errors import CorruptObject
 from tba.contracts.records import ShardId, TrajectoryId
+from tba.trainer import rowstore
 from tba.trainer.buffer import AddReport, NewRows, ReplayBuffer
 from tba.trainer.columns import sequence_hashes
 
@@ -187,6 +190,21 @@ def test_the_global_cap_drops_in_order_of_arrival_over_all_prompts() -> None:
     assert buffer.set_max_trajectories(None) == 0
 
 
+def test_many_drops_after_few_are_of_the_oldest_rows_each_once() -> None:
+    limit = 200
+    buffer = make(max_trajectories=limit)
+    begin = 0
+    for size in (limit, 1, 10, 3, 50, 2, 120):
+        prompts = range(begin, begin + size)
+        report = buffer.add(new_rows(begin, *(V(p, p, [R([p])]) for p in prompts)))
+        begin += size
+        assert report.dropped == min(size, begin - limit)
+        assert [p for p in range(begin) if p in slots(buffer) and stored(buffer, p)] == list(
+            range(begin - limit, begin)
+        )
+        assert len(buffer) == limit
+
+
 def test_a_pending_visit_that_lost_a_row_to_the_cap_never_becomes_drawable() -> None:
     buffer = make(max_trajectories=3)
     buffer.add(new_rows(0, V(0, 1, [R([1]), R([2])], size=3)))
@@ -257,9 +275,14 @@ class Naive:
             self.visit[prompt] = [t for t in self.visit[prompt] if t != row[0]]
 
 
-@given(steps=visits, capacity=st.integers(2, 5), limit=st.none() | st.integers(2, 9))
-@settings(max_examples=150, deadline=None)
-def test_buffer_holds_what_a_naive_model_holds(steps: list, capacity: int, limit: int | None) -> None:
+@given(steps=visits, capacity=st.integers(2, 5), limit=st.none() | st.integers(2, 9), share=st.sampled_from([1, 2, 64]))
+@settings(max_examples=200, deadline=None)
+def test_buffer_holds_what_a_naive_model_holds(steps: list, capacity: int, limit: int | None, share: int) -> None:
+    with patch.object(rowstore, "_QUEUE_SHARE", share):  # 64: what so few rows never get to
+        compare_with_naive(steps, capacity, limit)
+
+
+def compare_with_naive(steps: list, capacity: int, limit: int | None) -> None:
     buffer, naive = make(capacity_per_prompt=capacity, max_trajectories=limit), Naive(capacity, limit)
     kept: dict[ShardId, NewRows] = {}
     for seq, (prompt, rows, _) in enumerate(steps):

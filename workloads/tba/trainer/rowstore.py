@@ -74,7 +74,8 @@ class RowStore:
         return ids
 
     def free(self, ids: np.ndarray) -> None:
-        """Give ids and tokens back."""
+        """Give ids and tokens back. An id that is given twice would soon name two rows."""
+        assert (self["slot"][ids] >= 0).all() and len(set(ids.tolist())) == len(ids), f"freed twice: {ids.tolist()}"
         self._tokens.free(self["start"][ids], self["length"][ids])
         self["slot"][ids] = -1
         self.columns.free(ids)
@@ -104,7 +105,7 @@ class RowStore:
         taken: list[int] = []
         while len(taken) < num:
             if not self._oldest:
-                self._oldest = self._find_oldest(num)
+                taken, self._oldest = [], self._find_oldest(num)  # with those taken, which are there until freed
             arrival, slot = self["arrival"], self["slot"]
             while self._oldest and len(taken) < num:
                 row, arrived = self._oldest.pop()
