@@ -151,6 +151,19 @@ def test_a_trainer_that_was_killed_goes_on_with_the_settings_that_its_checkpoint
     assert weights_that_differ(run.ready.store, replay(run.ready.store)) == []
 
 
+def test_a_cap_that_was_raised_costs_no_row_when_the_trainer_is_resumed(tmp_path):
+    run = TinyRun(tmp_path, min_initial=0)
+    config = run.file.config
+    buffer = config.buffer.model_copy(update={"max_trajectories": 2})
+    run.file = run.file.model_copy(update={"config": config.model_copy(update={"buffer": buffer})})
+    set_live(run, "buffer", {"max_replay_ratio": 1.0, "max_trajectories": 2})
+    run.trainer()
+    set_live(run, "buffer", {"max_trajectories": 8})
+    stop_in_a_wait(run, step=1)
+    run.trainer()
+    assert len(run.ready.learner.buffer) == 4
+
+
 def test_a_batch_that_the_ingest_log_does_not_explain_ends_the_replay_with_what_can_still_be_replayed(
     loosened, tmp_path
 ):

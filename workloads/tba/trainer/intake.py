@@ -57,7 +57,6 @@ class Intake:
         """Of the ingest log, since the last step: a checkpoint carries them, for they belong to the next step."""
         for entry in facts.carried:
             self._log(entry)
-        learner.buffer.set_max_trajectories(self.followed.buffer.max_trajectories)
 
     def follow(self) -> LiveConfig:
         """The settings for what comes next; a change is logged, so that a replay makes it at the same place."""

@@ -185,6 +185,8 @@ def _resume(
     book = Bookkeeping.restored(manifest, key, committer.epoch)
     learner, parts = _learner(store, model, record, version0.assets, ranks)
     reader = ShardReader(store, binding(record, prompts, model), state.facts["shard_paths"], book.lineage)
+    # Else rows above the cap that the run began with would be dropped.
+    learner.buffer.set_max_trajectories((facts.live or record.live).buffer.max_trajectories)
     missing = learner.restore(state, book.step, reader)
     return Ready(
         store=store,
