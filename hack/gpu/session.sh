@@ -46,6 +46,7 @@ memory() { # ways to keep less for the backward pass, on the first card
   local bench=(python3 tests/bench/gpu/bench_trainer_gpu.py --tokenizer "$VS/smol" --repetitions 3)
   step 0 150 memory-selective "${bench[@]}" --shapes 1.5b --micro-rows 20 --set activationCheckpointing=Selective -o "$PARTS/gpu_trainer.3.json"
   step 0 150 memory-default "${bench[@]}" --shapes 1.5b --micro-rows 20 -o "$PARTS/gpu_trainer.6.json"
+  step 0 100 memory-default-small "${bench[@]}" --shapes 0.135b --micro-rows 80 -o "$PARTS/gpu_trainer.7.json"
   step 0 100 memory-small "${bench[@]}" --shapes 0.135b --micro-rows 80 --set activationCheckpointing=Selective -o "$PARTS/gpu_trainer.5.json"
   # Without trainer_bench in this sitting: beside the rows of an earlier one, not in their place.
   [ -e "$PARTS/gpu_trainer.1.json" ] || cp docs/results/gpu_trainer.json "$PARTS/gpu_trainer.0.json"
@@ -93,6 +94,13 @@ layout() { # layout NAME: sets what one run is: its arm, clock, seconds beside i
   1one) beside=60 clock=$PAIR_SECONDS_ONE cards=0 more=(--variant "one card") ;;
   3one) beside=60 clock=$PAIR_SECONDS_TRL cards=0 more=(--variant "one card") ;;
   9one) beside=110 cards=0,0,0,0,0,0 more=(--variant "one card, ratio to the sampler" --searchers 5x128 --set objective.parameters.ratioAlpha=1) ;;
+  # On one card, other tasks: responses of a longer tail; rewards of 200 ms, 80 calls at a time in every arm.
+  1onelong) beside=60 clock=110 cards=0 more=(--variant "one card" --task count-long) ;;
+  3onelong) beside=60 clock=$PAIR_SECONDS_TRL cards=0 more=(--variant "one card" --task count-long) ;;
+  9onelong) beside=110 clock=70 cards=0,0,0,0,0,0 more=(--variant "one card, ratio to the sampler" --task count-long --searchers 5x128 --set objective.parameters.ratioAlpha=1) ;;
+  1oneslow) beside=60 clock=90 cards=0 more=(--variant "one card" --task count-slow --set task.reward.workers=80) ;;
+  3oneslow) beside=60 clock=$PAIR_SECONDS_TRL cards=0 more=(--variant "one card" --task count-slow --set task.reward.workers=80) ;;
+  9oneslow) beside=110 clock=60 cards=0,0,0,0,0,0 more=(--variant "one card, ratio to the sampler" --task count-slow --searchers 5x128 --set objective.parameters.ratioAlpha=1 --set task.reward.workers=16) ;;
   # Speed alone.
   2three) beside=60 clock=22 more=(--variant "speed, 3 engines a card" --engines 3 --evaluate-every 0) ;;
   2long) beside=50 clock=30 more=(--variant speed --task count-long --evaluate-every 0) ;;

@@ -1,11 +1,11 @@
 """The reward in arms without a searcher, called as a searcher calls it.
 
     computes (`count`)      in place: threads would only take turns
-    waits (`count-slow`)    equal answers to a prompt once, and as many calls at a time as one searcher has processes,
-                            shared by all of an arm's processes, at least one each, so that no arm has more than another
+    waits (`count-slow`)    equal answers to a prompt once, and as many calls at a time as one searcher has processes
+                            (`task.reward.workers`), shared by all of an arm's processes, at least one each
 
-Arms of the product (5 to 8) call it through their searchers' processes: arms 6 and 7 have several searchers, hence
-several times as many. Arms 1 and 2 hand each response over as it ends, beside generation. TRL calls its reward function
+Arms of the product (5 to 9) call it through their searchers' processes: several searchers have several times as many,
+so for 5 searchers that are to have 80 in all, name 16 there and 80 for the arms beside them. Arms 1 and 2 hand each response over as it ends, beside generation. TRL calls its reward function
 when a whole batch is there (arm 3), or with one group at a time beside generation (arm 4).
 """
 
@@ -46,7 +46,7 @@ class Graders:
         """Raises: UserError if the reward cannot be loaded."""
         source = reward_source(reward, None)
         self._function: RewardFunction = partial(load(source).function, **source.parameters)
-        self.calls = max(1, calls_at_once(len(os.sched_getaffinity(0))) // processes)
+        self.calls = max(1, (reward.workers or calls_at_once(len(os.sched_getaffinity(0)))) // processes)
         self._pool = ThreadPoolExecutor(self.calls) if reward.entrypoint == SLOW else None
         self._asked: dict[Call, Future[float]] = {}
 

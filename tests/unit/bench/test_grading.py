@@ -25,6 +25,8 @@ def test_as_many_calls_at_a_time_as_one_searcher_has_processes():
 def test_the_processes_of_an_arm_share_them(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(32)))
     assert [Graders(slow(0.0), processes=n).calls for n in (1, 2, 8, 64)] == [8, 4, 1, 1]
+    told = load_job(JOB, [*slow_settings(0.0), "task.reward.workers=80"]).spec.task.reward
+    assert [Graders(told, processes=n).calls for n in (1, 2)] == [80, 40], "as the job says, if it does"
 
 
 def test_a_reward_that_waits_says_what_the_one_that_computes_says():

@@ -59,6 +59,17 @@ def test_any_other_storage_is_refused(job_file):
         make(job_file, storage="ftp://x")
 
 
+def test_a_folder_without_its_scheme_is_told_with_it_even_where_something_else_is_wrong_too(job_file):
+    with pytest.raises(UserError, match=r"got '/a/store': a folder is file:///a/store$"):
+        make(job_file, storage="/a/store", fresh=True)
+
+
+@pytest.mark.parametrize("storage", ["job", "s3://other/x", "file:///a/store"])
+def test_nothing_but_local_runs_is_begun_afresh(job_file, storage):
+    with pytest.raises(UserError, match=f"--fresh deletes local runs only, got --storage {storage}: use"):
+        make(job_file, storage=storage, fresh=True)
+
+
 def test_each_process_is_a_program_of_its_own_with_its_share_of_cores(job_file):
     planned = make(job_file)
     trainer, searchers = planned.programs(port=1234, environment={"X": "1"})

@@ -171,16 +171,16 @@ def plan(
     Raises: UserError.
     """
     job = load_job(job_file, overrides)
-    if fresh and storage not in ("local", EMBEDDED):
-        raise UserError(
-            f"--fresh deletes local runs only, got --storage {storage}: use `tba storage delete URI`, or another prefix"
-        )
     refuse_unsupported(job.spec.run_config())
     _check_files(job)
     reward_source(job.spec.task.reward, job_file.resolve().parent)
     notes: list[str] = []
     directory = (run_dir or RUNS / job.metadata.name).resolve()
     target = _choose_storage(job, storage, directory, job_file.resolve().parent, notes)
+    if fresh and storage not in ("local", EMBEDDED):
+        raise UserError(
+            f"--fresh deletes local runs only, got --storage {storage}: use `tba storage delete URI`, or another prefix"
+        )
     spec = job.spec
     if spec.searcher.engine.type == "vllm" and not (can_run_vllm or _can_run_vllm)():
         notes.append("engine vllm needs a GPU and the package vllm: transformers is taken instead")
@@ -248,7 +248,8 @@ def _choose_storage(job: TBAJob, storage: str, directory: Path, base: Path, note
         return StorageTarget(uri=absolute_uri(storage, Path.cwd()) or storage)
     if storage.startswith("s3://"):
         return own.model_copy(update={"uri": storage})
-    raise UserError(f"--storage must be local, job, embedded, s3://... or file://..., got {storage!r}")
+    folder = f": a folder is file://{Path(storage).resolve()}" if "/" in storage and "://" not in storage else ""
+    raise UserError(f"--storage must be local, job, embedded, s3://... or file://..., got {storage!r}{folder}")
 
 
 def _check_turns(job: TBAJob, num_searchers: int) -> None:

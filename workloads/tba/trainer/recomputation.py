@@ -62,7 +62,7 @@ def set_recomputation(model: nn.Module, wanted: Recomputation) -> None:
         elif capped or not is_gated_mlp(getattr(layer, "mlp", None)):
             _recompute_by_operator(layer)
         else:
-            _recompute_parts(layer)
+            layer.mlp.forward = partial(_gated, layer.mlp)
 
 
 def is_gated_mlp(module: object) -> bool:
@@ -82,20 +82,12 @@ def is_gated_mlp(module: object) -> bool:
         return False
 
 
-def _recompute_parts(layer: nn.Module) -> None:
-    """Norms and the product of a gated network, which are most of what a layer keeps, each in a checkpoint of its own.
-
-    A checkpoint stops before the last operator that keeps something: the product's own is the projection down, which
-    so is not repeated. By operator is the same in general, for Python in each of them: half of a narrow layer's time.
-    """
-    for module in layer.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = partial(checkpoint, module.forward, **_AGAIN)
-    layer.mlp.forward = partial(_gated, layer.mlp)  # type: ignore[union-attr]
-
-
 def _gated(mlp: Any, x: torch.Tensor) -> torch.Tensor:
-    """`x`: float [..., hidden]."""
+    """The network of a layer, with its product in a checkpoint: half of what the network keeps. `x`: float [..., hidden].
+
+    A checkpoint stops before the last operator that keeps something: that is the projection down, which so is not
+    repeated. By operator would save more in general, for Python in each of them: half of a narrow layer's time.
+    """
     kept: torch.Tensor = checkpoint(_product, mlp, mlp.gate_proj(x), mlp.up_proj(x), **_AGAIN)
     return kept
 
