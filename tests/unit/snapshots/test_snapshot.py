@@ -49,6 +49,16 @@ def test_published_weights_come_back_bit_for_bit(weights, max_file_bytes):
     assert (len(manifest.files) > 3) == (max_file_bytes == 3000)
 
 
+@pytest.mark.parametrize(("smallest", "files"), [(2**26, 1), (200, 8)])
+def test_a_snapshot_is_several_files_once_each_is_worth_it(monkeypatch, smallest, files):
+    monkeypatch.setattr("tba.snapshots.publish._MIN_FILE_BYTES", smallest)
+    equal = {f"layer{i}": torch.full((100,), float(i)) for i in range(16)}
+    store = MemoryStore()
+    assert len(publish(store, equal).files) == files
+    assert len(publish(MemoryStore(), equal, max_file_bytes=400).files) == 16
+    assert fetch_snapshot(store, KEY.path).tensors["layer7"][0] == 7
+
+
 def test_all_tensors_share_one_buffer(weights):
     store = MemoryStore()
     publish(store, weights, max_file_bytes=3000)

@@ -27,7 +27,9 @@ ASSETS = "assets/"
 FULL, DELTA, ADAPTER = "model", "delta", "adapter"
 """Stems of file names."""
 MAX_FILE_BYTES = 2**29
-"""Small enough that a model of some GB is several: one is copied and hashed while others travel."""
+_MIN_FILE_BYTES = 2**26
+_FILES = 8
+"""Of a snapshot as far as those two allow: one file is copied and hashed while others travel."""
 _UPLOADS = 2
 """Files in flight, each in parts of its own."""
 
@@ -194,8 +196,9 @@ def put_tensors(
     """
     entries: list[TensorEntry] = []
     uploads: list[Beside[list[FileEntry]]] = []
+    file_bytes = min(max_file_bytes, max(_MIN_FILE_BYTES, sum(t.nbytes for t in tensors.values()) // _FILES))
     try:
-        for number, names in enumerate(split_files(tensors, max_file_bytes)):
+        for number, names in enumerate(split_files(tensors, file_bytes)):
             if number >= _UPLOADS:
                 uploads[number - _UPLOADS].result()
             name = f"{stem}-{number:05d}.safetensors"
