@@ -5,8 +5,9 @@
                             (`task.reward.workers`), shared by all of an arm's processes, at least one each
 
 Arms of the product (5 to 9) call it through their searchers' processes: several searchers have several times as many,
-so for 5 searchers that are to have 80 in all, name 16 there and 80 for the arms beside them. Arms 1 and 2 hand each response over as it ends, beside generation. TRL calls its reward function
-when a whole batch is there (arm 3), or with one group at a time beside generation (arm 4).
+so for 5 searchers that are to have 80 in all, name 16 there and 80 for the arms beside them. Arms 1 and 2 hand each
+response over as it ends, beside generation. TRL calls its reward function when a whole batch is there (arm 3), or with
+one group at a time beside generation (arm 4).
 """
 
 import os

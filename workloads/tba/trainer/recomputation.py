@@ -83,7 +83,7 @@ def is_gated_mlp(module: object) -> bool:
 
 
 def _gated(mlp: Any, x: torch.Tensor) -> torch.Tensor:
-    """The network of a layer, with its product in a checkpoint: half of what the network keeps. `x`: float [..., hidden].
+    """The network of a layer, its product in a checkpoint, for half of what it keeps. `x`: float [..., hidden].
 
     A checkpoint stops before the last operator that keeps something: that is the projection down, which so is not
     repeated. By operator would save more in general, for Python in each of them: half of a narrow layer's time.
