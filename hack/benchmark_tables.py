@@ -95,8 +95,8 @@ def _section(name: str, rows: list[Row], results: Path) -> str:
     lines += [_of(name).reading, ""] if _of(name).reading else []
     if (words := results / f"{name}.md").exists():
         lines += [words.read_text(encoding="utf-8")]
-    if (results / f"{name}.svg").exists():
-        lines += [f"![Curves of {name}](results/{name}.svg)", ""]
+    for drawn in sorted({*results.glob(f"{name}.svg"), *results.glob(f"{name}_*.svg")}):
+        lines += [f"![Curves of {drawn.stem}](results/{drawn.name})", ""]
     lines += tables(rows, numbers, _of(name).lead)
     places = {place for place, _ in numbers}
     told = f"Commands: {len(numbers)}, of {len(places)} sitting{'s' * (len(places) > 1)}"

@@ -20,7 +20,8 @@ Scaling: arm 7 with `--set searcher.replicas=1 --variant "1 searcher"`, then wit
 Arm 5 on one card (`--gpus 0`): both roles share it, each with its process; give the engine a cache of a fixed size with
 `--set searcher.engine.extraArgs.kv_cache_memory_bytes=…`, since vLLM counts what other processes hold as its own.
 
-Runs are appended to docs/results/gpu_count.jsonl; the table is gpu_count.json there, the curves are gpu_count.svg.
+Runs are appended to docs/results/gpu_count.jsonl; the table is gpu_count.json there, the curves are gpu_count.svg
+and gpu_count_one_card.svg.
 Scoring held-out prompts is on no arm's clock. `--set path=value` changes the job of every arm; name the change with
 --variant.
 """
@@ -145,9 +146,9 @@ def main() -> None:
         print(table(rows))
         write(rows, options.output)
         if options.table:  # a GPU host need not have what draws
-            from bench.gpu.learning_curves import draw
+            from bench.gpu.learning_curves import draw_all
 
-            draw(runs, options.output.with_suffix(".svg"))
+            draw_all(runs, options.output.with_suffix(".svg"))
 
 
 def layout(text: str) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from bench.gpu.count_runs import ARMS, CountRun
+from bench.gpu.count_runs import ONE_CARD, CountRun, arm_name
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -13,19 +13,24 @@ _COLOURS = ("#7dd3fc", "#f59e0b", "#10b981", "#ef4444", "#8b5cf6", "#6b7280", "#
 _STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "tba", "font.size": 9, "legend.frameon": False}
 
 
-def compared(runs: Sequence[CountRun], task: str = "count") -> list[CountRun]:
-    """Runs from one start without a variant: of the start that has most arms, and then most of them."""
+def compared(runs: Sequence[CountRun], *, one_card: bool, task: str = "count") -> list[CountRun]:
+    """Runs from one start, on one card or else without a variant: of the start with most arms, then most of them."""
     starts: dict[str, list[CountRun]] = {}
     for run in runs:
-        if run.task == task and not run.variant and run.held_out:
+        if run.task == task and run.held_out and (run.variant.startswith(ONE_CARD) if one_card else not run.variant):
             starts.setdefault(run.start, []).append(run)
     found = max(starts.values(), key=lambda rs: (len({r.arm for r in rs}), len(rs)), default=[])
     return sorted(found, key=lambda r: (r.arm, r.seed))
 
 
-def draw(runs: Sequence[CountRun], path: Path) -> None:
-    """Write an SVG, the same bytes for the same runs. Nothing if no runs can be compared."""
-    chosen = compared(runs)
+def draw_all(runs: Sequence[CountRun], path: Path) -> None:
+    """The comparison on several cards at `path`, that on one beside it."""
+    draw(compared(runs, one_card=False), path)
+    draw(compared(runs, one_card=True), path.with_stem(f"{path.stem}_one_card"))
+
+
+def draw(chosen: Sequence[CountRun], path: Path) -> None:
+    """Write an SVG, the same bytes for the same runs. Nothing if there are none."""
     if not chosen:
         return
     with matplotlib.rc_context(_STYLE):
@@ -41,7 +46,7 @@ def draw(runs: Sequence[CountRun], path: Path) -> None:
 def _plot(axes: Axes, runs: Sequence[CountRun], column: int, label: str) -> None:
     numbers = {arm: sum(r.arm == arm for r in runs) for arm in dict.fromkeys(r.arm for r in runs)}
     for run in runs:
-        name = f"{ARMS[run.arm]} (n = {numbers.pop(run.arm)})" if run.arm in numbers else None
+        name = f"{arm_name(run)} (n = {numbers.pop(run.arm)})" if run.arm in numbers else None
         points = [(p[column], p[2]) for p in run.held_out]
         axes.plot(*zip(*points, strict=True), color=_COLOURS[run.arm - 1], linewidth=1.3, label=name)
     axes.set_xlabel(label)

@@ -7,7 +7,7 @@ import pytest
 from bench.gpu.choose_layout import best
 from bench.gpu.count_runs import ON_ONE_CARD, ONE_CARD, SHARED, SLOW_TASK, CountRun, append_run, judge, read_runs
 from bench.gpu.curves import Costs, Point, bound, eta, reach
-from bench.gpu.learning_curves import compared, draw
+from bench.gpu.learning_curves import compared, draw_all
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -147,13 +147,22 @@ def test_a_run_that_never_gets_there_is_told_and_not_dropped(tmp_path):
 def test_curves_are_of_the_start_with_most_arms_and_the_same_bytes_each_time(tmp_path):
     runs = [run(2, start="a"), run(9, start="a"), run(9, 1, start="a"), *(run(5, seed, start="b") for seed in range(5))]
     runs.append(run(1, start="a", variant="other"))
-    assert [(r.arm, r.seed) for r in compared(runs)] == [(2, 0), (9, 0), (9, 1)]
+    assert [(r.arm, r.seed) for r in compared(runs, one_card=False)] == [(2, 0), (9, 0), (9, 1)]
     for name in ("one.svg", "two.svg"):
-        draw(runs, tmp_path / name)
+        draw_all(runs, tmp_path / name)
     drawn = (tmp_path / "one.svg").read_text()
     assert drawn == (tmp_path / "two.svg").read_text() and "share them (n = 2)" in drawn
-    draw([], tmp_path / "none.svg")
-    assert not (tmp_path / "none.svg").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["one.svg", "two.svg"], "nothing ran on one card"
+
+
+def test_what_ran_on_one_card_has_a_picture_of_its_own(tmp_path):
+    alone = [run(3, variant=ONE_CARD), run(9, variant=f"{ONE_CARD}, ratio to the sampler")]
+    for one in alone:
+        one.gpus = 1
+    assert compared([run(2), *alone], one_card=True) == alone
+    draw_all(alone, tmp_path / "x.svg")
+    drawn = (tmp_path / "x_one_card.svg").read_text()
+    assert "TRL GRPO, 1 GPU colocated (n = 1)" in drawn and [p.name for p in tmp_path.iterdir()] == ["x_one_card.svg"]
 
 
 def test_several_searchers_are_held_against_as_many_times_one():
