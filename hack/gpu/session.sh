@@ -42,12 +42,11 @@ trainer_bench() {
   step 1 200 tests-trainer python3 -m pytest tests/gpu -q -s -p no:cacheprovider --ignore tests/gpu/test_vllm_on_gpu.py
 }
 
-memory() { # ways to keep less for the backward pass, on the first card
+memory() { # ways to keep less for the backward pass, on card $CARD
   local bench=(python3 tests/bench/gpu/bench_trainer_gpu.py --tokenizer "$VS/smol" --repetitions 3)
-  step 0 150 memory-selective "${bench[@]}" --shapes 1.5b --micro-rows 20 --set activationCheckpointing=Selective -o "$PARTS/gpu_trainer.3.json"
-  step 0 150 memory-default "${bench[@]}" --shapes 1.5b --micro-rows 20 -o "$PARTS/gpu_trainer.6.json"
-  step 0 100 memory-default-small "${bench[@]}" --shapes 0.135b --micro-rows 80 -o "$PARTS/gpu_trainer.7.json"
-  step 0 100 memory-small "${bench[@]}" --shapes 0.135b --micro-rows 80 --set activationCheckpointing=Selective -o "$PARTS/gpu_trainer.5.json"
+  step ${CARD:-0} 150 memory-selective "${bench[@]}" --shapes 1.5b --micro-rows 20 --set activationCheckpointing=Selective -o "$PARTS/gpu_trainer.3.json"
+  step ${CARD:-0} 150 memory-default "${bench[@]}" --shapes 1.5b --micro-rows 20 -o "$PARTS/gpu_trainer.6.json"
+  step ${CARD:-0} 100 memory-small "${bench[@]}" --shapes 0.135b --micro-rows 80 --set activationCheckpointing=Selective -o "$PARTS/gpu_trainer.5.json"
   # Without trainer_bench in this sitting: beside the rows of an earlier one, not in their place.
   [ -e "$PARTS/gpu_trainer.1.json" ] || cp docs/results/gpu_trainer.json "$PARTS/gpu_trainer.0.json"
   merge gpu_trainer
@@ -94,6 +93,12 @@ layout() { # layout NAME: sets what one run is: its arm, clock, seconds beside i
   1one) beside=60 clock=$PAIR_SECONDS_ONE cards=0 more=(--variant "one card") ;;
   3one) beside=60 clock=$PAIR_SECONDS_TRL cards=0 more=(--variant "one card") ;;
   9one) beside=110 cards=0,0,0,0,0,0 more=(--variant "one card, ratio to the sampler" --searchers 5x128 --set objective.parameters.ratioAlpha=1) ;;
+  # On two cards, with nothing else on the host.
+  2two) beside=60 clock=60 more=(--variant "two cards") ;;
+  3two) beside=60 clock=$PAIR_SECONDS_TRL more=(--variant "two cards") ;;
+  9two) beside=100 cards=$(shared "$searchers") more=(--variant "two cards, ratio to the sampler" --searchers "$searchers" --set objective.parameters.ratioAlpha=1) ;;
+  2twolong) beside=60 clock=90 more=(--variant "two cards" --task count-long) ;;
+  9twolong) beside=100 clock=60 cards=$(shared "$searchers") more=(--variant "two cards, ratio to the sampler" --task count-long --searchers "$searchers" --set objective.parameters.ratioAlpha=1) ;;
   # On one card, other tasks: responses of a longer tail; rewards of 200 ms, 80 calls at a time in every arm.
   1onelong) beside=60 clock=110 cards=0 more=(--variant "one card" --task count-long) ;;
   3onelong) beside=60 clock=$PAIR_SECONDS_TRL cards=0 more=(--variant "one card" --task count-long) ;;
@@ -194,7 +199,7 @@ first) # the first piece is there: the trainer's bench needs no more, and runs o
   setsid nohup python3 -m compileall -q -j 8 "$VS/site" > /dev/null 2>&1 < /dev/null &
   ;;
 trainer) OUT=$PARTS/none; mkdir -p "$OUT"; trainer_bench ;;
-memory) memory ;;
+memory) OUT=${MEMORY_OUT:-$OUT}; mkdir -p "$OUT"; memory; touch "$PARTS/memory.done" ;;
 second) hack/gpu/install.sh b ;;
 third) # the model is complete: its start, the tests of the tier, engine and weights on the first card
   hack/gpu/install.sh c || exit 1

@@ -13,6 +13,7 @@ from support.store_settings import SHORT, TEST_RETRY, TEST_TRANSFER
 
 from tba.contracts.errors import StoreUnavailable, UserError
 from tba.store import AccessDenied, AlreadyExists, Conflict, NotFound, open_store
+from tba.store.probe import probe, require
 
 
 @pytest.fixture
@@ -107,6 +108,12 @@ def test_concurrent_swaps_with_lost_replies_lose_and_double_nothing(flaky, proxy
     entries = json.loads(flaky.get("log").data)
     assert len(entries) == len(set(entries)) == 12
     assert proxy.injected["lost_reply"] > 0
+
+
+def test_a_store_whose_replies_are_lost_still_passes_the_probe(flaky, proxy):
+    proxy.add("lost_reply", rate=0.15)
+    require(probe(flaky))
+    assert proxy.injected["lost_reply"] > 5
 
 
 def test_a_damaged_connection_in_the_middle_of_a_large_read_is_made_good(flaky, proxy):

@@ -1,6 +1,7 @@
 """status, report, inspect and pin over a real local store."""
 
 import json
+import sys
 
 import pytest
 from support.synthetic_run import latest, log_object, run_record, searcher, whole_run
@@ -207,3 +208,33 @@ def test_a_target_that_is_nothing_is_a_user_error(capsys):
     code, _, err = run(capsys, "status", "nonsense")
     assert code == 64
     assert "no run at 'nonsense': give an s3://" in err
+
+
+def test_metrics_writes_a_line_a_step_to_standard_output_or_a_file(uri, capsys, tmp_path):
+    code, out, _ = run(capsys, "metrics", uri)
+    header, *lines = out.splitlines()
+    assert code == 0 and len(lines) == 120 and header.startswith("kind,epoch,step,time,")
+    assert (
+        run(capsys, "metrics", uri, "-k", "eval", "-o", f"{tmp_path}/x/e.jsonl")[1]
+        == f"wrote {tmp_path}/x/e.jsonl: 9 rows\n"
+    )
+    assert json.loads((tmp_path / "x/e.jsonl").read_text().splitlines()[0])["passAt1"] == 0.0
+
+
+def test_metrics_of_a_run_without_such_rows_says_so_beside_the_output(tmp_path, capsys):
+    store = open_store(f"file://{tmp_path}/young")
+    store.put_once(keys.RUN, run_record().to_json())
+    assert run(capsys, "metrics", store.uri, "--kind", "eval") == (0, "", "the run has no rows of kind eval yet\n")
+
+
+def test_tensorboard_writes_event_files_and_with_follow_ends_as_the_run_did(uri, capsys, tmp_path):
+    code, out, _ = run(capsys, "tensorboard", uri, "-o", f"{tmp_path}/tb", "--follow")
+    assert code == 0 and "to step 120" in out
+    assert len(list((tmp_path / "tb").glob("events.out.tfevents.*"))) == 1
+
+
+def test_tensorboard_without_its_package_says_which_one(uri, capsys, tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "tba.report.event_files", raising=False)
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    code, _, err = run(capsys, "tensorboard", uri, "-o", f"{tmp_path}/tb")
+    assert code == 64 and "needs the package tensorboardX" in err and "pip install" in err

@@ -18,6 +18,8 @@ COMMANDS = {
     "status": "Step, reward, staleness, searchers and newest version of a run, from its bucket.",
     "watch": "Follow a run live, from its bucket.",
     "report": "Write one self-contained HTML page about a run.",
+    "metrics": "Write the history of a run as CSV or JSON lines.",
+    "tensorboard": "Write the history of a run as TensorBoard event files; --follow keeps them new.",
     "trace": "Merge the timelines of a run's processes into one file for Perfetto.",
     "inspect": "What is in the bucket: shards, buffer, snapshots, checkpoint.",
     "export": "Write the weights of a step as a Hugging Face model directory.",

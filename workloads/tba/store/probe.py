@@ -101,32 +101,51 @@ def _create_race(store: ObjectStore, prefix: str) -> ProbeResult:
 
 
 def _swap_race(store: ObjectStore, prefix: str) -> ProbeResult:
-    store.cas(prefix + "counter", b"0", None)
-    written: list[int] = []
+    key = prefix + "counter"
+    _swap(store, key, b"0 begun", None)
+    won: set[bytes] = set()
+    seen: set[bytes] = set()  # whoever swaps has read what was there before: of swaps that took place none is missed
 
     def increment(index: int) -> None:
         done = 0
         for _ in range(_MAX_TRIES):
             if done == _NUM_INCREMENTS:
                 return
-            current = store.get(prefix + "counter")
-            value = int(current.data.split()[0]) + 1
+            current = store.get(key)
+            value, nonce = current.data.split()
+            seen.add(nonce)
             # The nonce keeps equal counts apart, as in the protocol: etags may be hashes of the content.
+            mine = secrets.token_hex(8).encode()
             with contextlib.suppress(Conflict):
-                store.cas(prefix + "counter", b"%d %s" % (value, secrets.token_hex(8).encode()), current.etag)
+                store.cas(key, b"%d %s" % (int(value) + 1, mine), current.etag)
                 done += 1
-                written.append(index)
+                won.add(mine)
 
     _race(increment, _NUM_SWAPPERS)
-    final = int(store.get(prefix + "counter").data.split()[0])
-    ok = final == len(written) and bool(written)
-    return ProbeResult("swap_race", ok, f"{len(written)} compare-and-swaps succeeded, the counter stands at {final}")
+    final, nonce = store.get(key).data.split()
+    changes = len(seen | {nonce}) - 1  # but for the first
+    lost = won - seen - {nonce}
+    # More changes than winners: the reply to one was lost, and its author could not know that it had won.
+    ok = int(final) == changes and not lost and bool(won)
+    told = f"{len(won)} compare-and-swaps succeeded, {len(lost)} of them without effect"
+    return ProbeResult("swap_race", ok, f"{told}; the counter stands at {int(final)} after {changes} changes")
+
+
+def _swap(store: ObjectStore, key: str, data: bytes, etag: str | None) -> str:
+    """Swap where nobody else does. Raises: Conflict, unless only the reply was lost."""
+    try:
+        return store.cas(key, data, etag)
+    except Conflict:
+        found = store.get(key)
+        if found.data != data:
+            raise
+        return found.etag
 
 
 def _unchanged(store: ObjectStore, prefix: str) -> ProbeResult:
-    etag = store.cas(prefix + "pointer", b"a", None)
+    etag = _swap(store, prefix + "pointer", b"a", None)
     same = store.get_if_changed(prefix + "pointer", etag)
-    store.cas(prefix + "pointer", b"b", etag)
+    _swap(store, prefix + "pointer", b"b", etag)
     new = store.get_if_changed(prefix + "pointer", etag)
     ok = same is None and new is not None and new.data == b"b"
     return ProbeResult("get_if_changed", ok, "only a change has a body" if ok else f"{same}, then {new}")
@@ -187,11 +206,15 @@ def _s3_checks(store: ObjectStore, prefix: str) -> Iterator[Callable[[], ProbeRe
 
 
 def _create_in_parts(store: "S3Store", prefix: str) -> ProbeResult:
+    from tba.store.transfer import UploadLost
+
     path, subject = store.location.path(prefix + "parts"), f"{store.uri}/{prefix}parts"
-    store.transfer.create_in_parts(path, subject, memoryview(b"first"))
+    with contextlib.suppress(AlreadyExists, UploadLost):  # by itself: the reply was lost
+        store.transfer.create_in_parts(path, subject, memoryview(b"first"))
+    store.put_once(prefix + "parts", b"first")
     try:
         store.transfer.create_in_parts(path, subject, memoryview(b"second"))
-    except AlreadyExists:
+    except (AlreadyExists, UploadLost):
         ok = store.get(prefix + "parts").data == b"first"
         return ProbeResult("create_in_parts", ok, "a multipart upload does not overwrite")
     return ProbeResult("create_in_parts", False, "a conditional multipart upload overwrote the object")

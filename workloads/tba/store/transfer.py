@@ -123,7 +123,9 @@ class Transfer:
 
     def send_raw(self, method: str, path: str, subject: str, body: bytes, headers: Mapping[str, str]) -> int:
         """One signed request, for the probe. Returns the HTTP status, whatever it is."""
-        return self._exchange(method, path, subject, memoryview(body), headers).status
+        return self._retrier.call(
+            "put_once", subject, lambda: self._exchange(method, path, subject, memoryview(body), headers).status
+        )
 
     def _start(self, path: str, subject: str) -> str:
         reply = self._request("POST", f"{path}?uploads=", subject)
