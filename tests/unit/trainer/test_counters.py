@@ -1,12 +1,14 @@
 """What the trainer counts over the life of a run, and that a checkpoint gives it back."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 from support.learning import INCARNATION, make_shard
 
 from tba.contracts.records import FinishReason, Outcome, ShardHeader, Span, Trajectory
 from tba.shards.batch import ShardBatch, from_rows
+from tba.trainer.colocated import NAME as COLOCATED
 from tba.trainer.counters import FORGET_SECONDS, RECENT_POLICIES, Counters
 
 
@@ -71,6 +73,13 @@ def test_reward_mean_covers_the_rows_since_it_was_last_taken():
 def test_searchers_not_heard_of_lately_are_not_alive():
     counters = busy()
     assert [counters.alive(now) for now in (150.0, 190.0, 191.0, 210.0, 211.0)] == [2, 2, 1, 1, 0]
+
+
+def test_the_trainers_own_searcher_is_none_of_those_that_are_alive():
+    counters = busy()
+    own = shard(0, [1], [1.0], searcher="s-9")
+    counters.ingested(replace(own, header=own.header.model_copy(update={"searcher": COLOCATED})), now=150.0)
+    assert len(counters.searchers) == 3 and counters.alive(150.0) == 2
 
 
 def test_length_row_holds_both_histograms():

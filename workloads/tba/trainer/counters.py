@@ -13,6 +13,7 @@ import numpy as np
 from tba.contracts.history import LengthRow, SearcherRow
 from tba.protocol.liveness import searchers_alive
 from tba.shards import ShardBatch
+from tba.trainer.colocated import NAME as COLOCATED
 from tba.trainer.rows import SCORED
 
 _PLAIN = (
@@ -153,8 +154,11 @@ class Counters:
         )
 
     def alive(self, now: float) -> int:
-        """Searchers heard of lately; one that was restarted counts once."""
-        return searchers_alive(self.searchers.values(), now)
+        """Searchers heard of lately, one that was restarted once; without the trainer's own.
+
+        The autoscaler trusts their speed only while no more are heard of than it has pods of.
+        """
+        return searchers_alive([t for t in self.searchers.values() if t.searcher != COLOCATED], now)
 
     def state(self) -> dict[str, Any]:
         """JSON of everything."""
