@@ -148,6 +148,7 @@ class Trainer:
             is_ingested=lambda shard: self._book.contains(shard),
             starved=lambda: self._waiting is not None,
             poll_seconds=lambda: self._colocated.poll_seconds(live().sync.poll_interval_seconds),
+            searcher_poll_seconds=lambda: live().sync.poll_interval_seconds,
             give_up_seconds=give_up,
             foreign=ready.facts.foreign,
         )
