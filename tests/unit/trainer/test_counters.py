@@ -62,6 +62,16 @@ def test_ingested_rows_are_counted_by_hand():
     assert (second.shards, second.rows, second.newest_version, second.epoch, second.step) == (1, 1, 0, 2, 9)
 
 
+def test_an_older_shard_that_comes_late_takes_no_counter_of_its_searcher_back():
+    counters = Counters()
+    for seq, up_seconds in ((0, 10.0), (2, 30.0), (1, 20.0)):
+        made = shard(seq, [1], [1.0])
+        header = made.header.model_copy(update={"stats": {"up_seconds": up_seconds, "visits": seq + 1.0}})
+        counters.ingested(replace(made, header=header), now=100.0)
+    (row,) = counters.take_searcher_rows(epoch=1, step=1, now=100.0)
+    assert (row.shards, row.stats) == (3, {"up_seconds": 30.0, "visits": 3.0})
+
+
 def test_reward_mean_covers_the_rows_since_it_was_last_taken():
     counters = busy()
     assert counters.take_reward_mean() == np.mean([1.0, 0.0, 0.5, 1.0, 0.0])

@@ -66,7 +66,9 @@ class SearcherTally:
             self._add_policy(policy)
         self.first_seen = self.first_seen or now
         self.last_seen = now
-        self.stats = dict(batch.header.stats)
+        stats = batch.header.stats
+        if stats.get("up_seconds", 0.0) >= self.stats.get("up_seconds", 0.0):  # else an older shard that came late
+            self.stats = dict(stats)
 
     def _add_policy(self, policy: tuple[int, int]) -> None:
         self.num_policies += policy not in self.recent
