@@ -202,6 +202,8 @@ def _searchers(job: Job, observed: Observed, now: float, *, running: bool, admis
         ready = sum(1 for pod in observed.pods if pod.role == "searcher" and pod.ready)
         memory = scaling.decide(policy, wanted, memory, observed.progress, job=job, ready=ready, now=now)
         wanted, scaled_by = memory.desired, "the autoscaler"
+    else:
+        memory = None  # one that is switched on again goes on from what there is then
     desired, clamped = kueue.clamp(wanted, admission)
     return _Searchers(desired, scaled_by if clamped is None else f"queue {job.queue}", memory, clamped)
 

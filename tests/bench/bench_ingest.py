@@ -165,6 +165,8 @@ class Consumer:
             is_ingested=lambda shard: self._book.contains(shard),
             starved=lambda: False,
             poll_seconds=lambda: POLL_SECONDS,
+            searcher_poll_seconds=lambda: POLL_SECONDS,
+            give_up_seconds=600.0,
         )
 
     def run(self, shards: int, limit_seconds: float) -> Taken:

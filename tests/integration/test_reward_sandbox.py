@@ -277,6 +277,22 @@ def test_a_pool_that_shrinks_ends_its_last_processes_and_loses_no_call(code):
         assert not pool.failures and pool.restarts == 0
 
 
+def test_a_process_that_was_about_to_start_again_does_not_when_the_pool_shrinks(code):
+    with make_pool(code, num_workers=2, timeout_seconds=20) as pool:
+        while len({r.reward for r in pool.score([RewardCall("pid", "", None)] * 50)}) < 2:
+            pass
+        last = pool._workers[1]
+        reaped, last.reap = last.reap, lambda _: None  # it takes its time to die
+        last._deaths = 4  # and this is not its first end
+        os.kill(pool.process_ids()[1], signal.SIGKILL)
+        while len(pool.process_ids()) > 1:
+            pass
+        pool.resize(1)
+        pool.score([RewardCall("sleep", "1.5", None)])  # longer than the pause before its next start
+        last.reap = reaped
+        assert last.process is None and len(pool.process_ids()) == 1
+
+
 def test_no_pool_is_without_a_process(code):
     with make_pool(code) as pool, pytest.raises(ValueError, match="num_workers must be at least 1, got 0"):
         pool.resize(0)

@@ -118,6 +118,18 @@ def test_a_version_that_is_not_there_names_those_that_are(run_uri, checkpoint, t
     assert "there are [0, 2], and checkpoints of steps [1]" in err
 
 
+def test_weights_that_a_later_trainer_rolled_back_are_exported_for_no_step(run_uri, checkpoint, tmp_path, capsys):
+    store = open_store(run_uri)
+    before = store.get(keys.LATEST).etag
+    of_step_1 = keys.CheckpointKey(1, 1, "2" * 32).path
+    store.cas(keys.LATEST, latest(epoch=2, version=1, step=1, manifest=None, checkpoint=of_step_1).to_json(), before)
+    store.close()
+    code, _, err = run(capsys, "export", run_uri, "--step", "2", "-o", str(tmp_path / "out"))
+    assert code == 64
+    assert "no snapshot of version 2" in err and "checkpoints of steps [1]" in err
+    assert run(capsys, "export", run_uri, "--step", "1", "-o", str(tmp_path / "out"))[0] == 0
+
+
 def test_a_damaged_snapshot_is_told_without_a_traceback(run_uri, tmp_path, capsys):
     store = open_store(run_uri)
     key = f"{keys.WeightsKey(2, 1, '1' * 32).prefix}delta-00000.safetensors"

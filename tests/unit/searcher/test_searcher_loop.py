@@ -273,6 +273,22 @@ def test_in_flight_swap_splits_responses_and_between_batches_does_not(tmp_path):
         assert {r.policy.version for b in batches for r in map(b.row, range(len(b)))} == {0, 2}
 
 
+def test_between_batches_an_evaluation_of_older_weights_begins_though_none_follow(tmp_path):
+    rig = Rig(tmp_path, swap="BetweenBatches", capacity=40, tokensPerStep=4)
+    request = EvalRequest(prompts="x", num_prompts=10, block_prompts=5, sampling="greedy", samples=1)
+    key, newer = rig.publish(4, evaluation=request), rig.publish(6)
+    rig.turns(5)
+    assert rig.loop._held == newer and rig.engine.in_flight
+    body = Latest(commit=9, epoch=1, version=6, step=6, manifest=newer, evaluation=key, nonce="9" * 32)
+    rig.store.cas(LATEST, body.to_json(), rig.store.get(LATEST).etag)
+    rig.poller.poll_once()
+    begun = False
+    for _ in range(60):
+        rig.turns(1)
+        begun = begun or rig.loop._held == key
+    assert begun
+
+
 def test_a_visit_waits_for_its_last_reward(tmp_path):
     rig = Rig(tmp_path, scored=False)
     rig.pool.hold = True

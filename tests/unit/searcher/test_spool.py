@@ -1,3 +1,4 @@
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -173,6 +174,21 @@ def test_a_cut_off_file_is_set_aside(tmp_path, store):
     heir = Rig(tmp_path, store, "c" * 32)
     assert heir.spool.counts.adopted == 0 and list(tmp_path.glob("*/*.refused"))
     heir.spool.close()
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_process_that_died_amid_a_write_leaves_nothing_once_it_was_adopted(tmp_path, store, left):
+    dead = Rig(tmp_path, store)
+    for visit in range(left):
+        dead.spool.add(rows(visit))
+        dead.spool.flush()
+    (tmp_path / ("b" * 32) / "unkeyed.s-0.part").write_bytes(b"half of a shard")
+    os.close(dead.spool._lock_file)  # its death
+    successor = Rig(tmp_path, store, incarnation="c" * 32)
+    while successor.spool.upload_once():
+        pass
+    successor.spool.close()
+    assert list(tmp_path.iterdir()) == [] and len(shards(store)) == left
 
 
 def test_another_object_under_the_key_is_kept_aside_and_counted(tmp_path, store):

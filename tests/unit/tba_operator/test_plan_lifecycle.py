@@ -164,6 +164,17 @@ def test_a_managed_job_starts_from_its_spec_and_leaves_it_to_the_user():
     assert world.manifest["spec"]["searcher"]["replicas"] == 3, "spec is the user's"
 
 
+def test_an_autoscaler_that_is_switched_on_again_goes_on_from_what_there_is():
+    managed = {"mode": "Managed", "minReplicas": 2, "maxReplicas": 12}
+    world = running(searcher={"replicas": 3, "autoscaling": managed})
+    world.scaling = replace(world.scaling, desired=10)
+    assert world.settle().status.searcher.desired_replicas == 10
+    world.change("searcher", autoscaling={"mode": "Static"})
+    assert world.settle().status.searcher.desired_replicas == 3
+    world.change("searcher", autoscaling=managed)
+    assert world.settle().status.searcher.desired_replicas == 3
+
+
 # -- suspension
 
 

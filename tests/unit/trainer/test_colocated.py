@@ -112,6 +112,25 @@ def test_one_that_keeps_ending_is_told_and_given_up(host):
     assert run.it.pid is None
 
 
+def test_one_that_was_given_up_is_tried_again_with_other_settings(host):
+    run = host("exit 1")
+    run.until(lambda: run.it.trouble, advance=1.0)
+    run.settings = ColocatedSearcher(enabled=True, memory_fraction=0.2)
+    run.it.tick()
+    assert run.it.pid is not None and not run.it.trouble
+    run.until(lambda: run.it.trouble, advance=1.0)
+    assert len(run.told) == 2 * MAX_FAILURES
+
+
+def test_one_that_ended_with_the_run_is_not_started_again_with_other_settings(host):
+    run = host("exit 0")
+    run.it.tick()
+    run.until(lambda: run.it.pid is None, advance=1.0)
+    run.settings = ColocatedSearcher(enabled=True, memory_fraction=0.2)
+    run.it.tick()
+    assert run.it.pid is None
+
+
 def test_storage_that_is_away_is_no_reason_to_give_up(host):
     run = host("exit 2")
     run.until(lambda: len(run.told) > MAX_FAILURES, advance=30.0)

@@ -1,12 +1,14 @@
 """What the trainer counts over the life of a run, and that a checkpoint gives it back."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 from support.learning import INCARNATION, make_shard
 
 from tba.contracts.records import FinishReason, Outcome, ShardHeader, Span, Trajectory
 from tba.shards.batch import ShardBatch, from_rows
+from tba.trainer.colocated import NAME as COLOCATED
 from tba.trainer.counters import FORGET_SECONDS, RECENT_POLICIES, Counters
 
 
@@ -60,6 +62,16 @@ def test_ingested_rows_are_counted_by_hand():
     assert (second.shards, second.rows, second.newest_version, second.epoch, second.step) == (1, 1, 0, 2, 9)
 
 
+def test_an_older_shard_that_comes_late_takes_no_counter_of_its_searcher_back():
+    counters = Counters()
+    for seq, up_seconds in ((0, 10.0), (2, 30.0), (1, 20.0)):
+        made = shard(seq, [1], [1.0])
+        header = made.header.model_copy(update={"stats": {"up_seconds": up_seconds, "visits": seq + 1.0}})
+        counters.ingested(replace(made, header=header), now=100.0)
+    (row,) = counters.take_searcher_rows(epoch=1, step=1, now=100.0)
+    assert (row.shards, row.stats) == (3, {"up_seconds": 30.0, "visits": 3.0})
+
+
 def test_reward_mean_covers_the_rows_since_it_was_last_taken():
     counters = busy()
     assert counters.take_reward_mean() == np.mean([1.0, 0.0, 0.5, 1.0, 0.0])
@@ -71,6 +83,13 @@ def test_reward_mean_covers_the_rows_since_it_was_last_taken():
 def test_searchers_not_heard_of_lately_are_not_alive():
     counters = busy()
     assert [counters.alive(now) for now in (150.0, 190.0, 191.0, 210.0, 211.0)] == [2, 2, 1, 1, 0]
+
+
+def test_the_trainers_own_searcher_is_none_of_those_that_are_alive():
+    counters = busy()
+    own = shard(0, [1], [1.0], searcher="s-9")
+    counters.ingested(replace(own, header=own.header.model_copy(update={"searcher": COLOCATED})), now=150.0)
+    assert len(counters.searchers) == 3 and counters.alive(150.0) == 2
 
 
 def test_length_row_holds_both_histograms():

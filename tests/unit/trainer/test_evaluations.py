@@ -6,8 +6,9 @@ from support.learning import live_config
 
 from tba.contracts.errors import StoreUnavailable
 from tba.contracts.history import EvalRow
-from tba.contracts.keys import WeightsKey
-from tba.contracts.records import EvalRequest
+from tba.contracts.keys import EvalKey, WeightsKey
+from tba.contracts.records import EvalRequest, Outcome
+from tba.evaluation import EvalBlock, EvalResponse, encode_block
 from tba.store import AccessDenied
 from tba.trainer.evaluations import Evaluations
 from tba.trainer.journal import Journal
@@ -88,6 +89,32 @@ def test_an_evaluation_of_the_trainer_before_is_waited_for_if_its_snapshot_asked
     rig = Rig()
     rig.evaluations.resume(rig.key)
     assert rig.evaluations.gathering.pending is None, "that snapshot carries no request"
+
+
+def put_blocks(rig: Rig, key: str, *numbers: int) -> None:
+    weights = WeightsKey.parse(key)
+    for block in numbers:
+        rows = tuple(EvalResponse(2 * block + i, 0, Outcome.SCORED, float(i), 1, (7,)) for i in range(2))
+        path = EvalKey(weights.version, weights.epoch, weights.nonce, block).path
+        rig.bucket.store.put_once(path, encode_block(EvalBlock(rows)))
+
+
+def test_an_evaluation_that_ended_after_the_last_checkpoint_is_gathered_again():
+    rig = Rig()
+    put_blocks(rig, rig.key, 0)
+    rig.evaluations.recover(19, known={0: 0.1}, survives=lambda _: True)
+    assert rig.evaluations.gathering.pending is None, "half of it: nobody is asked for the rest any more"
+    put_blocks(rig, rig.key, 1)
+    rig.bucket.store.put_once("eval/0000000010/foreign", b"")
+    rig.evaluations.recover(19, known={0: 0.1, 10: 0.2}, survives=lambda _: True)
+    rig.evaluations.recover(19, known={}, survives=lambda policy: policy.version < 10)
+    rig.evaluations.recover(9, known={}, survives=lambda _: True)
+    assert rig.evaluations.gathering.pending is None, "known, rolled back, or of a later step"
+    rig.evaluations.recover(25, known={0: 0.1}, survives=lambda _: True)
+    pending = rig.evaluations.gathering.pending
+    assert pending is not None and pending.manifest_key == rig.key
+    rig.evaluations.gathering._poll(pending, {})
+    assert rig.evaluations.take_scores() == [(10, 0.5)]
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("no answer"), AccessDenied("credentials rotate")])

@@ -51,7 +51,13 @@ class Loop:
     """What the training loop is to the ingestor: a commit number, what is ingested, and a clock."""
 
     def __init__(
-        self, store, *, lowest_unswept_window: int = 0, ingested: set[ShardId] | None = None, foreign=()
+        self,
+        store,
+        *,
+        lowest_unswept_window: int = 0,
+        ingested: set[ShardId] | None = None,
+        foreign=(),
+        searcher_poll_seconds: float = 2.0,
     ) -> None:
         self.commit = 1
         self.ingested = ingested or set()
@@ -66,6 +72,7 @@ class Loop:
             is_ingested=lambda shard_id: shard_id in self.ingested,
             starved=lambda: False,
             poll_seconds=lambda: 0.0005,
+            searcher_poll_seconds=lambda: searcher_poll_seconds,
             give_up_seconds=600.0,
             foreign=foreign,
             clock=lambda: self.now,
@@ -183,6 +190,21 @@ def test_durable_window_never_passes_a_shard_that_was_listed_but_not_ingested():
         loop.accept(arrivals[1:2])
         assert loop.ingestor.durable_window() == 3
         loop.accept(arrivals[2:])
+        assert loop.ingestor.durable_window() == 8
+
+
+def test_a_window_stays_in_the_tail_as_long_as_a_searcher_that_polls_rarely_may_take_it_for_the_newest():
+    interval = 60.0
+    with reading(MemoryStore(), searcher_poll_seconds=interval) as loop:
+        loop.commit = 9
+        loop.whole_poll()
+        loop.now += 1.5 * interval  # until then a searcher may not have seen it
+        for _ in range(3):
+            loop.whole_poll()
+        assert loop.ingestor.durable_window() == 0
+        loop.now += interval
+        for _ in range(3):
+            loop.whole_poll()
         assert loop.ingestor.durable_window() == 8
 
 

@@ -42,3 +42,19 @@ def test_rows_are_counted_by_what_became_of_them():
     change = {name: value - before[name] for name, value in counted().items()}
     equal = sum(24 // 4 - len(set(lengths)) for lengths in np.diff(again.response_offsets).reshape(4, 6).tolist())
     assert equal > 0 and change == {"ingested": 48, "duplicate": equal, "failed": 3, "quarantined": 1}
+
+
+def test_rows_that_come_after_a_resume_in_a_wait_join_the_pool_of_that_wait():
+    learner, journal = make_learner(), SimpleNamespace(append=lambda _: None)
+    report = SimpleNamespace(delivered=lambda _: None)
+    live = live_config()
+    live = live.model_copy(update={"sync": live.sync.model_copy(update={"ingest": "AtSync"})})
+    book, carried = Bookkeeping.begun(1), []
+    for seq in (1, 2, 3):  # each time the trainer has been stopped in the same wait
+        source = SimpleNamespace(take=lambda _, seq=seq: [arrival(seq, make_shard(seq))], ingested=lambda _: None)
+        facts = LoopFacts(version0=None, carried=carried)
+        intake = Intake(learner, source, journal, report, facts=facts, begun_with=live, live=lambda: live)
+        book = intake.take(book, waiting=True)
+        carried = intake.open_entries
+    assert learner.sampler.state()["sync"] == (0, learner.buffer.complete_visits)
+    assert [entry.extended for entry in carried if entry.synced] == [False, True, True]

@@ -14,12 +14,14 @@ from support.tiny_run import TinyRun as Run
 
 from tba import telemetry, trace
 from tba.contracts.errors import UserError
-from tba.contracts.keys import CHECKPOINTS, LATEST, MANIFEST
+from tba.contracts.keys import CHECKPOINTS, LATEST, MANIFEST, EvalKey, WeightsKey
+from tba.contracts.records import EvalRequest, Outcome
+from tba.evaluation import EvalBlock, EvalResponse, encode_block
 from tba.flops import model_shape
 from tba.report.history import read_history
 from tba.report.summary import Summary, summarise
 from tba.store import AccessDenied
-from tba.trainer.checkpoint import read_checkpoint
+from tba.trainer.checkpoint import read_checkpoint, read_manifest
 from tba.trainer.garbage import Swept
 from tba.trainer.loop import Terminated
 from tba.trainer.replay import read_recorded, replay
@@ -86,6 +88,41 @@ def test_a_lost_latest_is_never_taken_for_a_new_run(tmp_path):
     run.ready.store.delete([LATEST])
     with pytest.raises(UserError, match="never starts again from step 0"):
         run.trainer()
+
+
+def test_a_score_is_known_again_though_no_checkpoint_told_of_it_before_a_crash(tmp_path):
+    run = Run(tmp_path)
+    request = EvalRequest(prompts="p", num_prompts=1, block_prompts=1, sampling="greedy", samples=1)
+
+    def trainer():
+        made = run.trainer()
+        run.ready.eval_request = made._evaluations._request = request
+        return made
+
+    def crash():
+        if first.tracker.eval_score is not None:
+            raise RuntimeError("crash")
+
+    first = trainer()
+    first._check_stop = crash
+    thread = threading.Thread(target=lambda: pytest.raises(RuntimeError, first.run))
+    thread.start()
+    wait_for(lambda: first._evaluations.gathering.pending is not None)
+    weights = WeightsKey.parse(first._version0 or "")
+    block = EvalBlock((EvalResponse(0, 0, Outcome.SCORED, 0.75, 1, (7,)),))
+    run.ready.store.put_once(EvalKey(0, 1, weights.nonce, 0).path, encode_block(block))
+    thread.join(HANG)
+    assert first.tracker.eval_score == 0.75
+    second = trainer()
+    assert second.tracker.eval_score is None
+    thread = threading.Thread(target=lambda: pytest.raises(Terminated, second.run))
+    thread.start()
+    try:
+        wait_for(lambda: second.tracker.eval_score == 0.75)
+    finally:
+        run.stop.set()
+        thread.join(HANG)
+    assert read_manifest(run.ready.store, second._committer.latest.checkpoint or "").eval_scores == {0: 0.75}
 
 
 class Stuck:

@@ -119,6 +119,46 @@ def test_waiting_between_arrivals_does_not_split_them() -> None:
     assert pools[0] == pools[1] and set(pools[0]) == set(range(4, 12))
 
 
+def steady_pools(before: SamplingSettings, after: SamplingSettings, steps: int = 30) -> list[set[int]]:
+    """Visits of the pool at each of the last steps, under `after`: two visits complete a step, number 2 step, + 1."""
+    buffer, sampler, pools = filled(), Sampler(0), []
+    for step in range(2 * steps):
+        settings_ = before if step < steps else after
+        for n in (2 * step, 2 * step + 1):
+            buffer.add(new_rows(n, visit(n, n)))
+        if settings_.ingest == "AtSync" and step % 2 == 0:
+            sampler.on_sync(buffer)
+        sampler.sample(buffer, step, settings_)
+        pools.append({number for _, number in sampler._mop_pool(buffer, step, settings_)})
+    return pools[steps:]
+
+
+def test_a_pool_that_a_live_change_makes_larger_holds_the_newest_prompts_and_not_all_there_are() -> None:
+    k_2, k_10 = (conditions(2, 4, k, on_policy_probability=1.0) for k in (2, 10))
+    for i, pool in enumerate(steady_pools(k_2, k_10)):
+        newest = 2 * (30 + i) + 1
+        assert pool == set(range(newest - len(pool) + 1, newest + 1))
+        assert 20 <= len(pool) <= 22
+
+
+def test_a_live_change_between_the_ways_of_ingest_keeps_the_pool_to_what_is_new() -> None:
+    continuous, at_sync = (
+        conditions(2, 4, 2, on_policy_probability=1.0, ingest=ingest) for ingest in ("Continuous", "AtSync")
+    )
+    for before, after in ((continuous, at_sync), (at_sync, continuous)):
+        assert max(map(len, steady_pools(before, after))) <= 6
+
+
+def test_a_run_that_only_replays_keeps_no_record_of_arrivals() -> None:
+    buffer, sampler = filled(visit(0, 0), visit(1, 1)), Sampler(0)
+    sizes = set()
+    for n in range(2, 20):
+        buffer.add(new_rows(n, visit(n, n)))
+        sampler.sample(buffer, 0, conditions(2, 4, on_policy_probability=0.0))
+        sizes.add(len(sampler.state()["arrivals"]))
+    assert len(sizes) == 1
+
+
 def test_newest_means_last_completed_whatever_the_policy() -> None:
     buffer = filled(visit(0, 0, version=9), visit(1, 1, version=3), visit(2, 2, version=3), visit(3, 3, version=1))
     pool = buffer.prompts.newest_visits(4, 0)

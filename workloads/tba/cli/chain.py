@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from tba.contracts import keys
 from tba.contracts.errors import UserError
 from tba.contracts.records import CheckpointManifest, Latest, SnapshotManifest
+from tba.protocol.lineage import is_discarded, surviving
 from tba.snapshots.manifest import fetch_manifest
 from tba.store.protocol import NotFound, ObjectStore
 
@@ -51,7 +52,7 @@ def find_weights(store: ObjectStore, version: int | None) -> str:
         if version is None or manifest.version == version:
             return key
         known.append(manifest.version)
-    kept = [k for k in _listed(store, version) if k not in known] if version is not None else []
+    kept = _surviving(store, _listed(store, version)) if version is not None else []
     if kept:
         return kept[-1]
     steps = checkpoint_steps(store)
@@ -76,6 +77,14 @@ def find_assets(store: ObjectStore) -> str:
         if fetch_manifest(store, key).assets:
             return key
     raise UserError(f"{store.uri} has no snapshot of version 0 with the model's configuration: is the run complete?")
+
+
+def _surviving(store: ObjectStore, snapshots: list[str]) -> list[str]:
+    """Those of these manifest keys that belong to no future that a later trainer rolled back."""
+    latest, newest = read_latest(store), next(checkpoints(store), None)
+    lineage = surviving(newest[1] if newest is not None else None, latest.epoch)
+    found = [keys.WeightsKey.parse(key) for key in snapshots]
+    return [key.path for key in found if not is_discarded(lineage, key.epoch, key.version)]
 
 
 def _listed(store: ObjectStore, version: int | None) -> list[str]:

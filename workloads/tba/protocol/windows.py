@@ -31,6 +31,7 @@ OPEN_WINDOWS = 2
 SWEEP_KEYS = 1000
 """One LIST page."""
 LINGER_SECONDS = 20.0
+"""At least."""
 
 
 class Keyed(Protocol):
@@ -124,6 +125,12 @@ class Windows:
     def durable(self, pending_windows: Iterable[int]) -> int:
         """`lowest_unswept_window` for a checkpoint while listed shards of `pending_windows` are not ingested yet."""
         return min(self.lowest_unswept, min(pending_windows, default=self.lowest_unswept))
+
+
+def linger_for(poll_interval_seconds: float) -> float:
+    """Linger seconds by how often searchers look at `latest`: what each has seen last may be older by one and a half
+    such intervals, for they are jittered, and to it every window of that time is the newest."""
+    return max(LINGER_SECONDS, 2.0 * poll_interval_seconds)
 
 
 def tail_after(window: int) -> str:

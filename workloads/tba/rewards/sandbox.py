@@ -210,6 +210,7 @@ class RewardPool:
         while len(self._workers) > self._num_workers:
             worker = self._workers.pop()
             worker.kill()
+            worker.start_after = float("inf")  # it may have been about to start again, and nobody would look after it
             self._requeue(list(worker.in_flight))
             worker.in_flight.clear()
             self._leaving.append(worker)

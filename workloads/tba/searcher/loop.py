@@ -291,7 +291,8 @@ class SearcherLoop:
 
     def _fill(self) -> None:
         a = self._a
-        if a.poller.has_staged and not self._may_swap() and self._evaluation is None:
+        wanted = a.poller.has_staged or a.poller.evaluation() is not None
+        if wanted and not self._may_swap() and self._evaluation is None:
             return  # BetweenBatches: run empty first
         if self._evaluation is not None and self._fill_evaluation(self._evaluation):
             return

@@ -25,6 +25,7 @@ from tba.store import AccessDenied, AlreadyExists, ObjectStore
 
 _UNKEYED = "unkeyed"
 _REFUSED = ".refused"
+_PARTIAL = ".part"
 _LOCK = "lock"
 _ROW_BYTES = 64  # of a row's fixed columns, roughly
 
@@ -247,6 +248,8 @@ class Spool:
             lock = _hold(folder)
         except OSError:
             return  # its owner lives, or another process is clearing it away
+        for partial in folder.glob(f"*{_PARTIAL}"):  # never whole: it would keep the folder for ever
+            partial.unlink()
         found = [shard for path in sorted(folder.glob("*.arrow")) if (shard := self._leftover(path)) is not None]
         if not found:
             _leave(folder, lock)
@@ -273,7 +276,7 @@ def _numbers(row: Trajectory) -> int:
 
 
 def _write(path: Path, data: bytes) -> None:
-    temporary = path.with_suffix(".part")
+    temporary = path.with_suffix(_PARTIAL)
     temporary.write_bytes(data)
     temporary.replace(path)
 

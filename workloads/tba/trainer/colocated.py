@@ -85,10 +85,12 @@ class Colocated:
         self._make_room = make_room
         self._clock = clock
         self._running: ColocatedSearcher | None = None  # the settings of the process there is
+        self._tried: ColocatedSearcher | None = None  # those of the last start, for which ends are counted
         self._process: subprocess.Popen[bytes] | None = None
         self._keeper: Gatekeeper | None = None
         self._engine_started = False
         self._wanted = self._stopped = False
+        self._ended = False  # by itself and in order: the run has ended
         self._started_at = 0.0
         self._start_at: float | None = 0.0  # None: never again
         self._waits = self._failures = 0
@@ -116,7 +118,8 @@ class Colocated:
         enabled = settings.enabled is True and not self._stopped
         if self._process is not None and (not enabled or settings != self._running):
             self.close()
-            self._start_at, self._failures, self.trouble = 0.0, 0, ""
+        if settings != self._tried and not self._ended:  # others may do where these did not
+            self._tried, self._start_at, self._failures, self.trouble = settings, 0.0, 0, ""
         if enabled and self._process is None and self._start_at is not None and self._clock() >= self._start_at:
             self._start(settings)
         if self._wanted:
@@ -217,7 +220,7 @@ class Colocated:
         self._keeper.close()
         self._process = self._keeper = self._running = None
         if code == 0 or self._stopped:  # the run has ended, or this trainer is about to
-            self._start_at = None
+            self._start_at, self._ended = None, True
             return
         if self._clock() - self._started_at >= _STEADY_SECONDS:
             self._waits = self._failures = 0

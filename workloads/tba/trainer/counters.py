@@ -13,6 +13,7 @@ import numpy as np
 from tba.contracts.history import LengthRow, SearcherRow
 from tba.protocol.liveness import searchers_alive
 from tba.shards import ShardBatch
+from tba.trainer.colocated import NAME as COLOCATED
 from tba.trainer.rows import SCORED
 
 _PLAIN = (
@@ -65,7 +66,9 @@ class SearcherTally:
             self._add_policy(policy)
         self.first_seen = self.first_seen or now
         self.last_seen = now
-        self.stats = dict(batch.header.stats)
+        stats = batch.header.stats
+        if stats.get("up_seconds", 0.0) >= self.stats.get("up_seconds", 0.0):  # else an older shard that came late
+            self.stats = dict(stats)
 
     def _add_policy(self, policy: tuple[int, int]) -> None:
         self.num_policies += policy not in self.recent
@@ -153,8 +156,11 @@ class Counters:
         )
 
     def alive(self, now: float) -> int:
-        """Searchers heard of lately; one that was restarted counts once."""
-        return searchers_alive(self.searchers.values(), now)
+        """Searchers heard of lately, one that was restarted once; without the trainer's own.
+
+        The autoscaler trusts their speed only while no more are heard of than it has pods of.
+        """
+        return searchers_alive([t for t in self.searchers.values() if t.searcher != COLOCATED], now)
 
     def state(self) -> dict[str, Any]:
         """JSON of everything."""

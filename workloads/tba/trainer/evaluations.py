@@ -4,13 +4,14 @@ One at a time: an evaluation that searchers are at work on is given up only for 
 """
 
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Collection
 
 from tba.contracts.config import LiveConfig
 from tba.contracts.errors import Fenced
 from tba.contracts.history import EvalRow
-from tba.contracts.records import EvalRequest
+from tba.contracts.keys import EVAL, EvalKey, WeightsKey
+from tba.contracts.records import EvalRequest, PolicyId
 from tba.log import EVALUATION_COMPLETED, STORAGE_FAILED, log
 from tba.protocol.latest import evaluation_done
 from tba.snapshots import fetch_manifest
@@ -19,6 +20,9 @@ from tba.trainer.committer import Committer
 from tba.trainer.evaluate import Evaluator, Pending
 from tba.trainer.journal import Journal
 from tba.trainer.outage import PASSING
+
+_RECOVERED = 4
+"""Steps looked at for an evaluation whose score was lost: what ended earlier is in the checkpoint."""
 
 
 class Evaluations:
@@ -70,6 +74,23 @@ class Evaluations:
         if request is not None:
             self.announced(manifest_key, request)
 
+    def recover(self, step: int, *, known: Collection[int], survives: Callable[[PolicyId], bool]) -> None:
+        """Gather the newest evaluation up to `step` again if it is complete and its score not `known`.
+
+        It ended after the checkpoint of its step, and the trainer before was gone before another one told of it.
+        Raises: StoreUnavailable.
+        """
+        if self._request is None:
+            return
+        newest_first = range(step - step % self._every_steps, max(known, default=-1), -self._every_steps)
+        for due in newest_first[:_RECOVERED]:
+            blocks = Counter(_evaluated(info.key) for info in self._store.list_after(f"{EVAL}{due:010d}/"))
+            found = [k for k, num in blocks.items() if k is not None and num >= self._request.num_blocks]
+            whole = [key for key in found if survives(PolicyId(key.epoch, key.version))]
+            if whole:
+                self.announced(max(whole).path, self._request)
+                return
+
     def announced(self, manifest_key: str, request: EvalRequest) -> None:
         """`latest` asks searchers for it from now on."""
         self.gathering.expect(Pending(manifest_key, request, time.time()))
@@ -105,6 +126,15 @@ class Evaluations:
         except (*PASSING, Fenced) as error:
             # Harmless: searchers find every block done. The loop meets the same error where it matters.
             log.warning(STORAGE_FAILED, task="evaluate", error=str(error))
+
+
+def _evaluated(path: str) -> WeightsKey | None:
+    """The snapshot that a block is of; None for a foreign object."""
+    try:
+        key = EvalKey.parse(path)
+    except ValueError:
+        return None
+    return WeightsKey(key.version, key.epoch, key.nonce)
 
 
 def _progress(pending: Pending, blocks: int) -> str:

@@ -19,7 +19,7 @@ from tba.contracts.errors import CorruptObject
 from tba.contracts.keys import ShardKey
 from tba.contracts.records import ShardId
 from tba.prompts import PromptSet
-from tba.protocol.windows import Windows, carry_out
+from tba.protocol.windows import Windows, carry_out, linger_for
 from tba.shards import ShardBatch, decode_shard
 from tba.store import NotFound, ObjectStore
 from tba.trainer.outage import PASSING, Outage
@@ -108,12 +108,14 @@ class Ingestor:
         is_ingested: Callable[[ShardId], bool],
         starved: Callable[[], bool],
         poll_seconds: Callable[[], float],
+        searcher_poll_seconds: Callable[[], float],
         give_up_seconds: float,
         foreign: Iterable[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`foreign`: keys below `shards/` that are no shards and have been reported."""
         self._store = store
+        self._searcher_poll_seconds = searcher_poll_seconds
         self._clock = clock
         self._binding = binding
         self._windows = Windows(lowest_unswept=lowest_unswept_window)
@@ -199,7 +201,8 @@ class Ingestor:
             self.outage.failed(error)
 
     def _poll(self, readers: Executor) -> None:
-        windows = self._windows.observed(self._commit(), self._clock())
+        linger = linger_for(self._searcher_poll_seconds())
+        windows = self._windows.observed(self._commit(), self._clock(), linger_seconds=linger)
         plan = windows.plan(starved=self._starved())
         listing = carry_out(plan, self._store.list_after)
         for arrival in self._arrivals(listing.keys, readers):

@@ -44,7 +44,8 @@ class Intake:
         self.followed = facts.live or begun_with
         """The settings by which rows are kept and batches are drawn, as the ingest log tells them."""
         self._synced_step = -1
-        self._extends_sync = False  # AtSync: the next rows join the pool of this wait in place of replacing it
+        # AtSync: the next rows join the pool of this wait, which a checkpoint may have cut, in place of replacing it.
+        self._extends_sync = any(entry.synced for entry in facts.carried)
         self.last_arrival = time.monotonic()
         """When rows last arrived (monotonic seconds)."""
         self.arrived_at = time.time()

@@ -148,6 +148,7 @@ class Trainer:
             is_ingested=lambda shard: self._book.contains(shard),
             starved=lambda: self._waiting is not None,
             poll_seconds=lambda: self._colocated.poll_seconds(live().sync.poll_interval_seconds),
+            searcher_poll_seconds=lambda: live().sync.poll_interval_seconds,
             give_up_seconds=give_up,
             foreign=ready.facts.foreign,
         )
@@ -204,6 +205,12 @@ class Trainer:
         # A fallback to an older checkpoint may have rolled back further than the take-over knew.
         if wanted is not None and WeightsKey.parse(wanted).version <= self._book.step:
             self._evaluations.resume(wanted)
+        elif not self._ready.fresh:
+            self._evaluations.recover(
+                self._book.step,
+                known=dict(self._book.scores),
+                survives=lambda policy: self._book.effective_version(policy) == policy.version,
+            )
         # Searchers follow the restored weights at once; a fresh run shows version 0.
         evaluate = self._ready.fresh or self._learner.step == self._total
         self._publish(self._ready.eval_request if evaluate else None)

@@ -96,7 +96,9 @@ class Sampler:
         self._bag = np.zeros(0, "i4")  # prompt slots; the first _bag_size are left
         self._bag_size = 0
         self._sync: tuple[int, int] | None = None  # AtSync: the pool's completion numbers [start, end)
-        self._arrivals: list[int] = []  # Continuous: completion numbers at which arrivals begin, ascending
+        self._arrivals = [
+            0
+        ]  # Continuous: completion numbers at which arrivals begin, ascending; old ones are forgotten
         self._history: deque[tuple[int, int]] = deque(maxlen=RATIO_STEPS + 1)  # (rows ingested so far, rows trained)
         self._pool_key: tuple[int, ...] | None = None
         self._pool: list[tuple[int, int]] = []  # (slot, completion number)
@@ -156,10 +158,8 @@ class Sampler:
             slots.append(slot)
             with_replacement[i] = num < size
         self._history.append((buffer.ingested_rows, rows.size))
-        # Only here, never while waiting: how often readiness is asked must not show in later draws.
-        self._arrivals = [begin for begin in self._arrivals if begin >= self._pool_start]
-        if buffer.complete_visits > (self._arrivals[-1] if self._arrivals else 0):
-            self._arrivals.append(buffer.complete_visits)
+        if settings.on_policy_probability > 0:
+            self._note_arrival(buffer, settings)
         self.trained_rows += rows.size
         return BatchPlan(
             step=step,
@@ -219,13 +219,28 @@ class Sampler:
             self._used = {visit[1] for visit in self._pool} & self._used
         return self._pool
 
+    def _note_arrival(self, buffer: ReplayBuffer, settings: SamplingSettings) -> None:
+        """What completes from now on is the next arrival.
+
+        Only after a draw, never while waiting: how often readiness is asked must not show in later draws.
+        """
+        self._arrivals = [begin for begin in self._arrivals if begin >= self._pool_start]
+        if buffer.complete_visits > (self._arrivals[-1] if self._arrivals else 0):
+            self._arrivals.append(buffer.complete_visits)
+        if settings.ingest != "AtSync":  # where a live change to it goes on from: else its pool would be all there is
+            self._sync = (self._pool_start, buffer.complete_visits)
+
     def _newest_arrivals(self, buffer: ReplayBuffer, limit: int, oldest: int) -> int:
-        """Completion number from which on whole arrivals hold visits of at least `limit` prompts; 0 if all do not."""
+        """Completion number from which on whole arrivals hold visits of at least `limit` prompts; 0 if all do not.
+
+        Where the arrival that it takes is forgotten, because a live change has made the pool larger or a cap has taken
+        newer visits, that one alone is cut: all that came before it is no substitute.
+        """
         newest = buffer.prompts.newest_visits(limit, oldest)
         if len(newest) < limit:
             return 0
         begun = bisect_right(self._arrivals, newest[-1][1])
-        return self._arrivals[begun - 1] if begun else 0
+        return self._arrivals[begun - 1] if begun else newest[-1][1]
 
     def _may_replay(self, buffer: ReplayBuffer, step: int, settings: SamplingSettings) -> bool:
         if settings.on_policy_probability == 1:
