@@ -156,7 +156,8 @@ class Sampler:
             slots.append(slot)
             with_replacement[i] = num < size
         self._history.append((buffer.ingested_rows, rows.size))
-        # Only here, never while waiting: how often readiness is asked must not show in later draws.
+        # Only here, never while waiting: when readiness is asked, and under which limits, must not show in later draws.
+        self._used &= {number for _, number in pool}
         self._arrivals = [begin for begin in self._arrivals if begin >= self._pool_start]
         if buffer.complete_visits > (self._arrivals[-1] if self._arrivals else 0):
             self._arrivals.append(buffer.complete_visits)
@@ -216,7 +217,6 @@ class Sampler:
             self._pool_start = start
             self._pool = buffer.prompts.visits_between(start, end, oldest)
             self._fresh = [visit for visit in self._pool if visit[1] not in self._used]
-            self._used = {visit[1] for visit in self._pool} & self._used
         return self._pool
 
     def _newest_arrivals(self, buffer: ReplayBuffer, limit: int, oldest: int) -> int:
