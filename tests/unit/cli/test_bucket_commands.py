@@ -207,3 +207,11 @@ def test_a_target_that_is_nothing_is_a_user_error(capsys):
     code, _, err = run(capsys, "status", "nonsense")
     assert code == 64
     assert "no run at 'nonsense': give an s3://" in err
+
+
+def test_a_run_directory_whose_record_was_cut_short_is_told_with_the_remedy(tmp_path, capsys):
+    (tmp_path / "storage.json").write_bytes(b'{"uri": "fi')
+    code, _, err = run(capsys, "status", str(tmp_path))
+    assert code == 64
+    assert f"{tmp_path}/storage.json names no storage any more: Invalid JSON" in err
+    assert "Delete it; `tba run` with the run's --storage writes it again" in err

@@ -131,6 +131,16 @@ def test_a_directory_whose_run_is_stored_elsewhere_is_refused_and_keeps_its_reco
     assert record.read_bytes() == before
 
 
+def test_a_directory_whose_record_was_cut_short_is_refused_with_the_remedy(job_file):
+    record = job_file.parent / "run" / "storage.json"
+    record.parent.mkdir()
+    record.write_bytes(b"")
+    with pytest.raises(UserError, match=r"storage\.json names no storage any more: .* Delete it; `tba run` with"):
+        LocalRun(planned(job_file)).run()
+    record.unlink()
+    assert LocalRun(planned(job_file)).run() == 0
+
+
 def test_a_run_that_cannot_be_read_says_so_in_its_line_and_a_silent_trainer_is_starting(job_file):
     run, history = LocalRun(planned(job_file)), History(latest=latest(step=7))
     feed = SimpleNamespace(progress=None, problem="KeyError: 'x'")

@@ -165,7 +165,7 @@ class LocalRun:
         directory = self._plan.directory
         record = directory / STORAGE_FILE
         if record.is_file():
-            before = StorageTarget.model_validate_json(record.read_bytes())
+            before = StorageTarget.read(record)
             if (before.uri, before.credentials_file is not None) != (self._plan.storage.uri, self._plan.embedded):
                 embedded = " (--storage embedded)" if before.credentials_file else ""
                 raise UserError(
