@@ -119,6 +119,14 @@ def test_inspect_lists_checkpoints_and_what_was_ingested(uri, capsys):
     assert "[0,9)" in out
 
 
+def test_a_checkpoint_whose_manifest_is_damaged_is_told_by_its_key_without_a_traceback(uri, tmp_path, capsys):
+    manifest = next((tmp_path / "store" / "checkpoints").rglob("manifest.json"))
+    manifest.write_bytes(b"garbage")
+    code, _, err = run(capsys, "inspect", "checkpoint", uri)
+    assert (code, "Traceback" in err) == (1, False)
+    assert err.startswith(f"error: checkpoint manifest {manifest.relative_to(tmp_path / 'store')} cannot be parsed")
+
+
 def test_the_score_of_a_checkpoint_that_was_evaluated_after_all_checkpoints_is_that_of_the_history(uri, capsys):
     store = open_store(uri)
     newest = keys.CheckpointKey(120, 1, "1" * 32)

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import typer
 
 from tba.contracts.errors import CorruptObject, Fenced, LeftAlone, RanksMissing, StoreUnavailable, UserError
+from tba.store.protocol import NotFound
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 """What a person mends, not a programmer: told without a traceback."""
@@ -69,6 +70,8 @@ def ending_of(body: Callable[[], Any]) -> Ending:
         return Ending(result if isinstance(result, int) else 0)
     except (UserError, StoreUnavailable, Fenced, CorruptObject, RanksMissing, LeftAlone) as error:
         return Ending(error.exit_code, tell(str(error)))
+    except NotFound as error:
+        return Ending(CRASH, tell(f"{error.args[0]} has gone: a sweep or a person deleted it. Restore it if you can"))
     except typer.Exit as error:
         return Ending(error.exit_code)
     except _USAGE_ERROR as error:
