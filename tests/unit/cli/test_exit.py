@@ -37,7 +37,7 @@ def test_a_returned_code_is_the_code(value, code):
     assert exit_code(lambda: value) == code
 
 
-@pytest.mark.parametrize("kind", [UserError, StoreUnavailable, Fenced, CorruptObject])
+@pytest.mark.parametrize("kind", [UserError, StoreUnavailable, Fenced, CorruptObject, FloatingPointError])
 def test_what_no_traceback_explains_is_told_without_a_traceback(kind, capsys):
     exit_code(raising(kind("spec.x: must be 1, got 2: set 1")))
     assert capsys.readouterr().err == "error: spec.x: must be 1, got 2: set 1\n"

@@ -72,6 +72,8 @@ def ending_of(body: Callable[[], Any]) -> Ending:
         return Ending(error.exit_code, tell(str(error)))
     except NotFound as error:
         return Ending(CRASH, tell(f"{error.args[0]} has gone: a sweep or a person deleted it. Restore it if you can"))
+    except FloatingPointError as error:  # of the optimizer, which says what would help
+        return Ending(CRASH, tell(str(error)))
     except typer.Exit as error:
         return Ending(error.exit_code)
     except _USAGE_ERROR as error:
