@@ -352,6 +352,12 @@ def test_rows_of_incomplete_visits_are_sampled_in_no_branch() -> None:
             "the newest is 9 steps old",
         ),
         (
+            [visit(0, 0, version=8), visit(1, 1, version=8)],
+            {"max_policy_lag": 0, "on_policy_probability": 1.0},
+            "a complete visit at most 0 steps old (maxPolicyLag): the newest is 1 steps old; "
+            "with sync.intervalSteps 2 even new ones may be 1: allow that, or lower intervalSteps",
+        ),
+        (
             [visit(0, 0), visit(1, 1)],
             {"max_replay_ratio": 0.5},
             "new trajectories: replay ratio would be 0.67, above maxReplayRatio 0.5",

@@ -70,10 +70,8 @@ def ending_of(body: Callable[[], Any]) -> Ending:
         return Ending(result if isinstance(result, int) else 0)
     except (UserError, StoreUnavailable, Fenced, CorruptObject, RanksMissing, LeftAlone) as error:
         return Ending(error.exit_code, tell(str(error)))
-    except NotFound as error:
-        return Ending(CRASH, tell(f"{error.args[0]} has gone: a sweep or a person deleted it. Restore it if you can"))
-    except FloatingPointError as error:  # of the optimizer, which says what would help
-        return Ending(CRASH, tell(str(error)))
+    except (NotFound, FloatingPointError) as error:
+        return Ending(CRASH, tell(_no_bug(error)))
     except typer.Exit as error:
         return Ending(error.exit_code)
     except _USAGE_ERROR as error:
@@ -109,6 +107,12 @@ def end_process(code: int) -> NoReturn:
 
 def _terminate(_signum: int, _frame: Any) -> None:
     raise Terminated
+
+
+def _no_bug(error: NotFound | FloatingPointError) -> str:
+    if isinstance(error, NotFound):
+        return f"{error.args[0]} has gone: a sweep or a person deleted it. Restore it if you can"
+    return str(error)  # of the optimizer, which says what would help
 
 
 def _tell_crash(error: BaseException) -> str:

@@ -312,13 +312,17 @@ def _told_above(value: float, limit: float) -> str:
 def _missing(buffer: ReplayBuffer, step: int, settings: SamplingSettings) -> str:
     """What would make a branch eligible."""
     newest, m = buffer.prompts.newest_version(), settings.on_policy_probability
-    lags = [
-        f"a {what} at most {lag} steps old ({name})"
+    branches = [
+        (what, name, lag)
         for what, name, lag, used in (
             ("complete visit", "maxPolicyLag", settings.max_policy_lag, m > 0),
             ("trajectory", "maxReplayLag", settings.max_replay_lag, m < 1),
         )
-        if used and lag is not None
+        if used
     ]
+    lags = [f"a {what} at most {lag} steps old ({name})" for what, name, lag in branches if lag is not None]
     have = "none is left" if newest is None else f"the newest is {step - newest} steps old"
-    return f"{' or '.join(lags) or 'a complete visit'}: {have}"
+    never, k = "", settings.interval_steps
+    if all(lag is not None and lag < k - 1 for _, _, lag in branches):
+        never = f"; with sync.intervalSteps {k} even new ones may be {k - 1}: allow that, or lower intervalSteps"
+    return f"{' or '.join(lags) or 'a complete visit'}: {have}{never}"
