@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from tba.contracts.errors import CorruptObject, Fenced, LeftAlone, RanksMissing, StoreUnavailable, UserError
-from tba.store.protocol import NotFound
+from tba.contracts.errors import CorruptObject, Fenced, LeftAlone, NotFound, RanksMissing, StoreUnavailable, UserError
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 """What a person mends, not a programmer: told without a traceback."""
