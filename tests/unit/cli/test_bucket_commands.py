@@ -120,6 +120,14 @@ def test_inspect_lists_checkpoints_and_what_was_ingested(uri, capsys):
     assert "[0,9)" in out
 
 
+def test_a_checkpoint_whose_manifest_is_damaged_is_told_by_its_key_without_a_traceback(uri, tmp_path, capsys):
+    manifest = next((tmp_path / "store" / "checkpoints").rglob("manifest.json"))
+    manifest.write_bytes(b"garbage")
+    code, _, err = run(capsys, "inspect", "checkpoint", uri)
+    assert (code, "Traceback" in err) == (1, False)
+    assert err.startswith(f"error: checkpoint manifest {manifest.relative_to(tmp_path / 'store')} cannot be parsed")
+
+
 def test_the_score_of_a_checkpoint_that_was_evaluated_after_all_checkpoints_is_that_of_the_history(uri, capsys):
     store = open_store(uri)
     newest = keys.CheckpointKey(120, 1, "1" * 32)
@@ -238,3 +246,11 @@ def test_tensorboard_without_its_package_says_which_one(uri, capsys, tmp_path, m
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     code, _, err = run(capsys, "tensorboard", uri, "-o", f"{tmp_path}/tb")
     assert code == 64 and "needs the package tensorboardX" in err and "pip install" in err
+
+
+def test_a_run_directory_whose_record_was_cut_short_is_told_with_the_remedy(tmp_path, capsys):
+    (tmp_path / "storage.json").write_bytes(b'{"uri": "fi')
+    code, _, err = run(capsys, "status", str(tmp_path))
+    assert code == 64
+    assert f"{tmp_path}/storage.json names no storage any more: Invalid JSON" in err
+    assert "Delete it; `tba run` with the run's --storage writes it again" in err

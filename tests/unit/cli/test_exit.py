@@ -9,6 +9,7 @@ from tba.cli import main
 from tba.cli.exit import INTERRUPTED, TERMINATED, Terminated, ending_of, exit_code, sigterm_unwinds
 from tba.contracts.errors import CorruptObject, Fenced, StoreUnavailable, UserError
 from tba.contracts.termination import read_termination
+from tba.store import NotFound
 
 
 def raising(error):
@@ -36,10 +37,17 @@ def test_a_returned_code_is_the_code(value, code):
     assert exit_code(lambda: value) == code
 
 
-@pytest.mark.parametrize("kind", [UserError, StoreUnavailable, Fenced, CorruptObject])
+@pytest.mark.parametrize("kind", [UserError, StoreUnavailable, Fenced, CorruptObject, FloatingPointError])
 def test_what_no_traceback_explains_is_told_without_a_traceback(kind, capsys):
     exit_code(raising(kind("spec.x: must be 1, got 2: set 1")))
     assert capsys.readouterr().err == "error: spec.x: must be 1, got 2: set 1\n"
+
+
+def test_an_object_that_has_gone_is_told_by_its_address_without_a_traceback(capsys):
+    assert exit_code(raising(NotFound("s3://b/p/run.json"))) == 1
+    assert capsys.readouterr().err == (
+        "error: s3://b/p/run.json has gone: a sweep or a person deleted it. Restore it if you can\n"
+    )
 
 
 def test_a_bug_shows_its_traceback(capsys):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from support.jobs import smallest
-from support.synthetic_run import latest
+from support.synthetic_run import START, latest
 
 from tba.cli.local_plan import plan
 from tba.cli.local_run import LocalRun, _stop_signals
@@ -103,6 +103,19 @@ def test_a_second_call_says_that_it_resumes(job_file, capfd):
     assert "resumes: the store holds this run at step 120 (Running)" in capfd.readouterr().out
 
 
+def test_prompts_that_were_written_after_the_run_began_are_told_to_be_ignored(job_file, tmp_path, capfd):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"question": "1", "answer": "1"}')
+    task = {"prompts": {"uri": f"file://{prompts}"}, "reward": {"name": "fake"}}
+    job_file.write_text(yaml.safe_dump(smallest(runPolicy={"backoffLimit": 0}, task=task)))
+    told = []
+    for written in (START - 60, START - 60, START + 60):
+        os.utime(prompts, (written, written))
+        LocalRun(planned(job_file, code=64, state="Running")).run()
+        told.append(f"warning: {prompts} was written after this run began" in capfd.readouterr().out)
+    assert told == [False, False, True]
+
+
 def test_another_jobs_run_is_refused_before_anything_is_started(job_file, capfd):
     LocalRun(planned(job_file, code=64, state="Running")).run()
     capfd.readouterr()
@@ -129,6 +142,16 @@ def test_a_directory_whose_run_is_stored_elsewhere_is_refused_and_keeps_its_reco
     with pytest.raises(UserError, match=r"holds a run that is stored at file://.*/run/store, got file://.*/elsewhere"):
         LocalRun(made).run()
     assert record.read_bytes() == before
+
+
+def test_a_directory_whose_record_was_cut_short_is_refused_with_the_remedy(job_file):
+    record = job_file.parent / "run" / "storage.json"
+    record.parent.mkdir()
+    record.write_bytes(b"")
+    with pytest.raises(UserError, match=r"storage\.json names no storage any more: .* Delete it; `tba run` with"):
+        LocalRun(planned(job_file)).run()
+    record.unlink()
+    assert LocalRun(planned(job_file)).run() == 0
 
 
 def test_a_run_that_cannot_be_read_says_so_in_its_line_and_a_silent_trainer_is_starting(job_file):

@@ -36,6 +36,19 @@ def test_the_smallest_job_is_valid_and_has_the_documented_defaults():
     ("path", "value", "told"),
     [
         ("spec.objective.beta", -1, "spec.objective.beta: must be > 0, got -1; set a value > 0 (default 0.05)"),
+        ("spec.buffer.inverseTemperature", "1e400", "inverseTemperature: input should be a finite number, got '1e400'"),
+        ("spec.objective.optimizer.weightDecay", float("inf"), "weightDecay: input should be a finite number, got inf"),
+        ("spec.storage.graceSeconds", float("inf"), "graceSeconds: input should be a finite number, got inf"),
+        (
+            "spec.searcher.autoscaling.targetReplayRatio",
+            float("inf"),
+            "targetReplayRatio: input should be a finite number, got inf",
+        ),
+        (
+            "spec.task.reward.parameters",
+            {"range": [0, float("nan")]},
+            "spec.task.reward.parameters: numbers must be finite, got {'range': [0, nan]}: write them as text",
+        ),
         ("spec.objective.beta", "much", "spec.objective.beta: must be a number, got 'much'"),
         ("spec.objective.totalSteps", 1.5, "spec.objective.totalSteps: must be a whole number, got 1.5"),
         ("spec.task.reward.memoryBytes", 1, "spec.task.reward.memoryBytes: must be >= 67108864, got 1"),

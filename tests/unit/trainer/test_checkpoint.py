@@ -13,7 +13,7 @@ from tba.contracts.errors import CorruptObject
 from tba.contracts.keys import CheckpointKey
 from tba.contracts.records import CheckpointManifest, IngestEntry, Lineage, ShardId
 from tba.protocol.bookkeeping import Bookkeeping
-from tba.store.protocol import NotFound
+from tba.store.protocol import AccessDenied, NotFound
 from tba.trainer import checkpoint
 from tba.trainer.checkpoint import (
     LoopFacts,
@@ -172,6 +172,21 @@ def test_a_checkpoint_that_is_gone_is_refused_in_words():
     del store.objects[victim]
     with pytest.raises(CorruptObject, match=f"{key}: {victim} is missing"):
         restore_newest(store, key)
+
+
+def test_keys_that_storage_refuses_amid_a_restore_are_told_and_no_reason_to_take_the_parent(monkeypatch):
+    store = MemoryStore()
+    keys = chain(store, 2)
+    get = store.get
+
+    def refusing(key):
+        if key == keys[1]:
+            raise AccessDenied(f"{key}: 403")
+        return get(key)
+
+    monkeypatch.setattr(store, "get", refusing)
+    with pytest.raises(AccessDenied):
+        restore_newest(store, keys[1])
 
 
 def test_parents_are_followed_as_far_as_needed_and_never_by_a_listing():

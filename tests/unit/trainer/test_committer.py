@@ -4,7 +4,7 @@ import pytest
 from support.memory_store import MemoryStore
 
 from tba import failpoints
-from tba.contracts.errors import CorruptObject, Fenced, StoreUnavailable
+from tba.contracts.errors import CorruptObject, Fenced, StoreUnavailable, UserError
 from tba.contracts.keys import LATEST, WeightsKey
 from tba.contracts.records import Latest, RunState
 from tba.protocol.latest import RunEnded, finished, published, window_advanced
@@ -164,6 +164,15 @@ def test_a_latest_that_cannot_be_parsed_or_is_gone_is_named():
         committer.commit(window_advanced)
     with pytest.raises(ValueError, match="deleted or overwritten"):
         committer.check()
+
+
+def test_a_trainer_whose_run_was_deleted_ends_for_good_in_place_of_a_new_start_at_step_0():
+    store = MemoryStore()
+    committer = Committer.take_over(store)
+    store.delete([LATEST])
+    for ask in (lambda: committer.commit(window_advanced), committer.check):
+        with pytest.raises(UserError, match=r"epoch 1 had committed: the run was deleted .* new run from step 0$"):
+            ask()
 
 
 @pytest.mark.parametrize(("name", "commit"), [("commit.before_cas", 1), ("commit.after_cas", 2)])

@@ -1,5 +1,6 @@
 """Offline replay of a tiny run whose live settings changed on the way, or of more steps than it took."""
 
+import re
 import shutil
 import threading
 import time
@@ -171,6 +172,31 @@ def test_a_batch_that_the_ingest_log_does_not_explain_ends_the_replay_with_what_
     with pytest.raises(CorruptObject, match=r"step 2 of the run .*ingest log.*maxPolicyLag.* --steps 1$"):
         replay(store)
     assert replay(store, steps=1).step == 1
+
+
+@pytest.mark.parametrize(
+    ("glob", "data", "told"),
+    [
+        ("shards/*/*", None, "has gone, and step 1 was drawn with it: .*trajectoryRetention Keep"),
+        (
+            "ingest/*/*",
+            b"garbage\n",
+            r"ingest/.*\.jsonl holds a line that is no entry of an ingest log, got b'garbage'",
+        ),
+        ("latest", b"", "latest cannot be parsed"),
+    ],
+)
+def test_what_a_replay_needs_and_lacks_is_told_without_a_traceback(repaced, tmp_path, capsys, glob, data, told):
+    shutil.copytree(repaced.uri.removeprefix("file://"), tmp_path / "copy")
+    harmed = min((tmp_path / "copy").glob(glob))
+    harmed.unlink()
+    if data is not None:
+        harmed.write_bytes(data)
+    with pytest.raises(SystemExit) as caught:
+        main(["replay", f"file://{tmp_path}/copy"])
+    err = capsys.readouterr().err
+    assert (caught.value.code, "Traceback" in err) == (1, False)
+    assert re.search(told, err)
 
 
 def test_weights_that_differ_are_told_with_what_would_explain_it(tmp_path, capsys):

@@ -392,6 +392,12 @@ def test_rows_of_incomplete_visits_are_sampled_in_no_branch() -> None:
             "the newest is 9 steps old",
         ),
         (
+            [visit(0, 0, version=8), visit(1, 1, version=8)],
+            {"max_policy_lag": 0, "on_policy_probability": 1.0},
+            "a complete visit at most 0 steps old (maxPolicyLag): the newest is 1 steps old; "
+            "with sync.intervalSteps 2 even new ones may be 1: allow that, or lower intervalSteps",
+        ),
+        (
             [visit(0, 0), visit(1, 1)],
             {"max_replay_ratio": 0.5},
             "new trajectories: replay ratio would be 0.67, above maxReplayRatio 0.5",
@@ -424,6 +430,19 @@ def test_waiting_never_changes_what_is_drawn_later() -> None:
         assert busy.readiness(buffer, 0, conditions()) == Ready()
     a, b = (s.sample(buffer, 0, conditions()) for s in (calm, busy))
     assert a.rows.tolist() == b.rows.tolist()
+
+
+@pytest.mark.parametrize("passing", [{"k": 1}, {"max_policy_lag": 1}])
+def test_settings_that_came_and_went_in_a_wait_never_change_what_is_drawn_later(passing: dict) -> None:
+    plain, changed = Sampler(0), Sampler(0)
+    buffer = filled(*(visit(n, n, version=n) for n in range(2)))
+    for n in range(2, 6):  # arrivals of one visit: under either setting a smaller pool than under the usual ones
+        buffer.add(new_rows(n, visit(n, n, version=n)))
+        for sampler in (plain, changed):
+            sampler.sample(buffer, 6, conditions(2, 4, 2, on_policy_probability=1.0))
+    changed.readiness(buffer, 6, conditions(2, 4, **{"k": 2, **passing}, on_policy_probability=1.0))
+    plans = [pool_of(sampler, buffer, 1) for sampler in (plain, changed)]
+    assert plans[0] == plans[1]
 
 
 def test_replay_ratio_counts_the_last_100_steps_only() -> None:

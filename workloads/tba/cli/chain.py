@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from tba.contracts import keys
-from tba.contracts.errors import UserError
+from tba.contracts.errors import CorruptObject, UserError
 from tba.contracts.records import CheckpointManifest, Latest, SnapshotManifest
 from tba.protocol.lineage import is_discarded, surviving
 from tba.snapshots.manifest import fetch_manifest
@@ -31,13 +31,17 @@ def snapshots(store: ObjectStore) -> Iterator[tuple[str, SnapshotManifest]]:
 
 
 def checkpoints(store: ObjectStore) -> Iterator[tuple[str, CheckpointManifest]]:
-    """(manifest key, manifest), newest first, until the chain begins or was swept."""
+    """(manifest key, manifest), newest first, until the chain begins or was swept. Raises: CorruptObject."""
     key = read_latest(store).checkpoint
     while key is not None:
         try:
-            manifest = CheckpointManifest.model_validate_json(store.get(key).data)
+            data = store.get(key).data
         except NotFound:
             return
+        try:
+            manifest = CheckpointManifest.model_validate_json(data)
+        except ValueError as error:
+            raise CorruptObject(f"checkpoint manifest {key} cannot be parsed: {error}") from error
         yield key, manifest
         key = manifest.parent
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from tba.contracts.errors import CorruptObject, Fenced, LeftAlone, RanksMissing, StoreUnavailable, UserError
+from tba.contracts.errors import CorruptObject, Fenced, LeftAlone, NotFound, RanksMissing, StoreUnavailable, UserError
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 """What a person mends, not a programmer: told without a traceback."""
@@ -69,6 +69,8 @@ def ending_of(body: Callable[[], Any]) -> Ending:
         return Ending(result if isinstance(result, int) else 0)
     except (UserError, StoreUnavailable, Fenced, CorruptObject, RanksMissing, LeftAlone) as error:
         return Ending(error.exit_code, tell(str(error)))
+    except (NotFound, FloatingPointError) as error:
+        return Ending(CRASH, tell(_no_bug(error)))
     except typer.Exit as error:
         return Ending(error.exit_code)
     except _USAGE_ERROR as error:
@@ -104,6 +106,12 @@ def end_process(code: int) -> NoReturn:
 
 def _terminate(_signum: int, _frame: Any) -> None:
     raise Terminated
+
+
+def _no_bug(error: NotFound | FloatingPointError) -> str:
+    if isinstance(error, NotFound):
+        return f"{error.args[0]} has gone: a sweep or a person deleted it. Restore it if you can"
+    return str(error)  # of the optimizer, which says what would help
 
 
 def _tell_crash(error: BaseException) -> str:

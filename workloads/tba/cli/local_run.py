@@ -77,6 +77,7 @@ class LocalRun:
         before = feed.history
         if before.latest is not None:
             self._say(f"resumes: the store holds this run at step {before.latest.step} ({before.latest.state.value})")
+            self._tell_new_prompts(before)
         with Screen(self._console) as screen:
             supervisor = Supervisor(
                 trainer,
@@ -92,6 +93,18 @@ class LocalRun:
                     supervisor.kill()
                     if supervisor.message:
                         self._failure = supervisor.message
+
+    def _tell_new_prompts(self, before: History) -> None:
+        """A run keeps the prompts that it began with: whoever has changed their file is told so."""
+        began = min((event.time for event in before.events), default=float("inf"))
+        task = self._plan.job.spec.task
+        for prompts in filter(None, (task.prompts, task.evaluation.prompts)):
+            path = Path((prompts.uri or "").removeprefix("file://"))
+            if path.is_file() and path.stat().st_mtime > began:
+                self._say(
+                    f"warning: {path} was written after this run began, which goes on with the prompts it began with: "
+                    "for the new ones name another --storage and --run-dir"
+                )
 
     def _loop(self, supervisor: Supervisor, feed: Feed, screen: Screen, received: list[int]) -> int:
         known: dict[str, int] = {}
@@ -165,7 +178,7 @@ class LocalRun:
         directory = self._plan.directory
         record = directory / STORAGE_FILE
         if record.is_file():
-            before = StorageTarget.model_validate_json(record.read_bytes())
+            before = StorageTarget.read(record)
             if (before.uri, before.credentials_file is not None) != (self._plan.storage.uri, self._plan.embedded):
                 embedded = " (--storage embedded)" if before.credentials_file else ""
                 raise UserError(

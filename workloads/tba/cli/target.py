@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import ValidationError
 
 from tba.cli.waiting import ATTENDED, WaitTeller
 from tba.contracts.base import Contract
@@ -34,6 +35,17 @@ class StorageTarget(Contract):
     force_path_style: bool | None = None
     credentials_file: str | None = None
     """Path of an AWS credentials file, for the embedded server only."""
+
+    @classmethod
+    def read(cls, path: Path) -> "StorageTarget":
+        """The address in a run directory's file. Raises: UserError if it was cut short or changed by hand."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            raise UserError(
+                f"{path} names no storage any more: {error.errors()[0]['msg']}. "
+                "Delete it; `tba run` with the run's --storage writes it again, other commands take the storage URI"
+            ) from error
 
     @classmethod
     def of(cls, storage: Storage) -> "StorageTarget":
@@ -104,7 +116,7 @@ def _served(target: StorageTarget) -> StorageTarget:
 def _of_directory(path: Path) -> StorageTarget:
     record = path / STORAGE_FILE
     if record.is_file():
-        return StorageTarget.model_validate_json(record.read_bytes())
+        return StorageTarget.read(record)
     if (path / "latest").is_file() or (path / "run.json").is_file():
         return StorageTarget(uri=f"file://{path.resolve()}")
     raise UserError(f"{path}: holds no run: expected {STORAGE_FILE} (written by `tba run`) or the store itself")

@@ -3,16 +3,29 @@
 `RunConfig` is frozen for the life of a run and lies in the bucket; `LiveConfig` may change while it runs.
 """
 
+import json
 import math
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic.alias_generators import to_camel
 
 from tba.contracts.base import Contract
 
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """Raises: ValueError for a number that JSON, which carries a job to its processes, would make a null of."""
+    try:
+        json.dumps(values, allow_nan=False, skipkeys=True, default=str)
+    except ValueError:
+        raise ValueError(f"numbers must be finite, got {values!r}: write them as text, or leave them out") from None
+    return values
+
+
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+FreeForm = Annotated[dict[str, Any], AfterValidator(_finite)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Steps = Annotated[int, Field(ge=1)]
 ObjectName = Annotated[str, Field(min_length=1, max_length=253)]
@@ -117,7 +130,7 @@ class Reward(Contract):
     workers: int | None = Field(default=None, ge=1, le=MAX_REWARD_WORKERS)
     """Processes of a searcher that score, one response at a time each. null: half of its CPUs, at most 8. A reward that
     waits, such as for a remote grader, wants more. Live."""
-    parameters: dict[str, Any] = Field(default_factory=dict)
+    parameters: FreeForm = Field(default_factory=dict)
     """Keyword arguments of the reward function."""
 
     @model_validator(mode="after")
@@ -182,7 +195,7 @@ class Schedule(Contract):
 class Optimizer(Contract):
     """AdamW on float32 master weights."""
 
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: NonNegativeFloat = 0.0
     """Decoupled from the gradient, as AdamW does."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     """Decay of the first and second moment."""
@@ -285,7 +298,7 @@ class Buffer(Contract):
     """m: chance, for each prompt slot, of the most-on-policy branch."""
     sampling: Literal["Reward", "Uniform", "Recency"] = "Reward"
     """Replay branch: softmax of reward x inverseTemperature, uniform, or softmax of -age in steps x the same."""
-    inverse_temperature: float = Field(default=1.0, ge=0)
+    inverse_temperature: NonNegativeFloat = 1.0
     """0: the replay branch is uniform."""
     max_replay_ratio: PositiveFloat | None = 2.0
     """Rows trained / rows ingested over the last 100 steps; the trainer waits above it. null: no limit. Live."""
@@ -399,7 +412,7 @@ class Storage(Contract):
     """Take over a prefix that another job made."""
     trajectory_retention: Literal["Keep", "UntilCheckpointed"] = "Keep"
     """UntilCheckpointed: shards are swept once a checkpoint covers them."""
-    grace_seconds: float = Field(default=3600.0, ge=0)
+    grace_seconds: NonNegativeFloat = 3600.0
     """Nothing is swept until superseded for so long, by the server's clock."""
     checkpoints: Checkpoints = Checkpoints()
 
@@ -415,7 +428,7 @@ class Engine(Contract):
     """Share of a GPU's memory that the engine takes (vllm)."""
     max_num_seqs: int | None = Field(default=None, ge=1)
     """Sequences in flight; null: the engine's own choice."""
-    extra_args: dict[str, Any] = Field(default_factory=dict)
+    extra_args: FreeForm = Field(default_factory=dict)
     """Further arguments of the engine, as it names them."""
 
 

@@ -25,6 +25,12 @@ class CorruptObject(RuntimeError):
     exit_code = 1
 
 
+class NotFound(KeyError):
+    """No such object: its address. Exit code 1 where nobody expected that."""
+
+    exit_code = 1
+
+
 class RanksMissing(RuntimeError):
     """Other ranks of this trainer did not come. Exit code 1; retried, counted."""
 

@@ -11,6 +11,7 @@ from tba.contracts.config import (
     LiveConfig,
     Model,
     Objective,
+    PositiveFloat,
     RunConfig,
     SearcherSettings,
     Storage,
@@ -116,7 +117,7 @@ class Autoscaling(Contract):
     """Of Managed."""
     max_replicas: int | None = Field(default=None, ge=1, le=4096)
     """Of Managed, which needs it."""
-    target_replay_ratio: float = Field(default=1.0, gt=0)
+    target_replay_ratio: PositiveFloat = 1.0
     """Rows trained / rows generated that Managed aims at."""
     stabilization_seconds: int = Field(default=300, ge=0)
     """Managed acts on what held for so long."""

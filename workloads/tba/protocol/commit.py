@@ -15,6 +15,7 @@ without an epoch: it accepts any, and its transition raises it by one, so a comp
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tba.contracts.errors import UserError
 from tba.contracts.records import Latest
 from tba.protocol.latest import first, taken_over
 
@@ -52,7 +53,7 @@ class Read:
     def seen(self, current: Latest | None, etag: str | None) -> "Swap | Done | FencedOut":
         """Go on with what stands there; None: there is no `latest` yet.
 
-        Raises: ValueError if the transition refuses, or storage lost a committed body.
+        Raises: ValueError if the transition refuses, or storage lost a committed body; UserError if it is gone.
         """
         if current is None or etag is None:
             return self._create()
@@ -71,7 +72,7 @@ class Read:
 
     def _create(self) -> "Swap":
         if self.plan.epoch is not None:
-            raise ValueError(f"latest is gone, which epoch {self.plan.epoch} had committed: the prefix was deleted")
+            raise deleted(self.plan.epoch)
         return Swap(self, first(self.plan.nonce), None)
 
 
@@ -105,3 +106,11 @@ class FencedOut:
     """A newer trainer stands in `latest`: this one must stop. Whether an unconfirmed try landed before is open."""
 
     latest: Latest
+
+
+def deleted(epoch: int) -> UserError:
+    """The end of a trainer whose `latest` is gone. No crash: one that is tried again would begin anew at step 0."""
+    return UserError(
+        f"latest is gone, which epoch {epoch} had committed: the run was deleted or overwritten while it trained. "
+        "Restore it, or start the trainer again for a new run from step 0"
+    )

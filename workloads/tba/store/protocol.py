@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from tba.contracts.errors import NotFound as NotFound
 from tba.contracts.errors import StoreUnavailable, UserError
 
 Readable = bytes | bytearray | memoryview
@@ -15,10 +16,6 @@ MAX_CAS_BYTES = 65536
 """Largest body of `cas`: a pointer, not data."""
 RESERVED = ".tba"
 """First segment that belongs to the store itself (locks, temporary files)."""
-
-
-class NotFound(KeyError):
-    """No such object."""
 
 
 class AlreadyExists(RuntimeError):

@@ -84,9 +84,10 @@ def write_checkpoint(store: ObjectStore, manifest: CheckpointManifest, state: Tr
 
 
 def read_manifest(store: ObjectStore, manifest_key: str) -> CheckpointManifest:
-    """Raises: NotFound, CorruptObject."""
+    """Raises: NotFound, CorruptObject, AccessDenied, StoreUnavailable."""
+    data = store.get(manifest_key).data  # keys that are refused are a ValueError too, and no damage
     try:
-        manifest = CheckpointManifest.model_validate_json(store.get(manifest_key).data)
+        manifest = CheckpointManifest.model_validate_json(data)
     except ValueError as error:
         raise CorruptObject(f"checkpoint manifest {manifest_key} cannot be parsed: {error}") from error
     key = CheckpointKey.parse(manifest_key)

@@ -7,7 +7,7 @@ from tba.contracts.errors import Fenced, StoreUnavailable
 from tba.contracts.keys import LATEST, new_nonce
 from tba.contracts.records import Latest
 from tba.failpoints import failpoint
-from tba.protocol.commit import Done, FencedOut, Plan, Read, Swap, Transition
+from tba.protocol.commit import Done, FencedOut, Plan, Read, Swap, Transition, deleted
 from tba.store.protocol import Conflict, NotFound, ObjectStore
 
 MAX_TRIES = 32
@@ -55,7 +55,7 @@ class Committer:
         """Apply `transition(current, nonce)` to `latest`; it may run several times and must be pure.
 
         Raises: Fenced, now and ever after, once a newer trainer has taken over; StoreUnavailable, after which the
-        commit may or may not have happened; ValueError if the transition refuses.
+        commit may or may not have happened; ValueError if the transition refuses; UserError if the run was deleted.
         """
         with self._lock:
             self._refuse_if_fenced()
@@ -68,10 +68,12 @@ class Committer:
         with self._lock:
             self._refuse_if_fenced()
             current, etag = _read(self._store)
-            if current is None or etag is None or current.epoch < self._epoch:
+            if current is None or etag is None:
+                raise deleted(self._epoch)
+            if current.epoch < self._epoch:
                 raise ValueError(
                     f"latest must be of epoch {self._epoch} or later, got {current}: "
-                    "the prefix was deleted or overwritten without a condition"
+                    "it was overwritten without a condition"
                 )
             newer = current.epoch > self._epoch
             return self._settle(FencedOut(current) if newer else Done(current, etag))

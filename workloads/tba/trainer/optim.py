@@ -73,7 +73,9 @@ class Optimizer:
         total = _whole(get_total_norm(grads))  # over all ranks
         norm = float(total)  # the one point of a step at which the host waits for a GPU
         if not math.isfinite(norm):
-            raise FloatingPointError(f"gradient norm at step {step} is {norm}: lower learningRate or raise beta")
+            raise FloatingPointError(
+                f"gradient norm at step {step} is {norm}: lower learningRate, raise beta, or scale huge rewards down"
+            )
         self._norms.append(norm)
         clipped = limit is not None and norm > limit
         if limit is not None and clipped:

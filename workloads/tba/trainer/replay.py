@@ -5,7 +5,6 @@ discarded future are dropped by the lineage. On CPU, with the same configuration
 those of the live run bit for bit, however often that one was killed and resumed.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -51,7 +50,7 @@ def read_recorded(store: ObjectStore) -> Recorded:
     """Raises: UserError if the prefix holds no run with a checkpoint."""
     record = read_run_record(store)
     try:
-        latest = Latest.model_validate_json(store.get(LATEST).data)
+        latest = Latest.parse(store.get(LATEST).data)
     except NotFound as error:
         raise UserError(f"{store.uri} holds no run (no {error.args[0]}): pass the storage URI of a run") from error
     if latest.checkpoint is None:
@@ -70,13 +69,20 @@ def read_recorded(store: ObjectStore) -> Recorded:
 
 
 def surviving_entries(store: ObjectStore, lineage: Lineage) -> Iterator[IngestEntry]:
-    """The ingest log without discarded futures: what the final weights depend on."""
+    """The ingest log without discarded futures: what the final weights depend on. Raises: CorruptObject."""
     for info in store.list_after(INGEST):
         epoch = LogKey.parse(info.key).epoch
         for line in store.get(info.key).data.splitlines():
-            entry = IngestEntry.model_validate(json.loads(line))
+            entry = _entry(info.key, line)
             if epoch in lineage.resume_steps and not is_discarded(lineage, epoch, entry.before_step):
                 yield entry
+
+
+def _entry(key: str, line: bytes) -> IngestEntry:
+    try:
+        return IngestEntry.model_validate_json(line)
+    except ValueError as error:
+        raise CorruptObject(f"{key} holds a line that is no entry of an ingest log, got {line[:80]!r}") from error
 
 
 def replay(
@@ -115,7 +121,7 @@ def replay(
 
 def weights_that_differ(store: ObjectStore, learner: Learner) -> list[str] | None:
     """Tensors that differ in any bit from the newest checkpoint's masters; None if that is of another step."""
-    latest = Latest.model_validate_json(store.get(LATEST).data)
+    latest = Latest.parse(store.get(LATEST).data)
     if latest.checkpoint is None:
         return None
     manifest, state = read_checkpoint(store, latest.checkpoint)
@@ -157,7 +163,13 @@ def _ingest(store: ObjectStore, recorded: Recorded, learner: Learner, book: Book
         return
     if entry.quarantined is not None:
         return
-    arrival = read_shard(store, entry.key, recorded.binding(learner.policy.model))
+    try:
+        arrival = read_shard(store, entry.key, recorded.binding(learner.policy.model))
+    except NotFound as error:
+        raise CorruptObject(
+            f"{entry.key} of the run at {store.uri} has gone, and step {entry.before_step} was drawn with it: "
+            "shards stay for a replay with storage.trajectoryRetention Keep alone, and while nobody deletes them"
+        ) from error
     if arrival.batch is None:
         raise CorruptObject(f"{entry.key} was ingested with {entry.num_rows} rows, now: {arrival.reason}")
     learner.ingest_shard(entry.key, arrival.batch, replace(book, step=recorded.checkpoint.step))

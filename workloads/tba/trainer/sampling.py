@@ -96,9 +96,7 @@ class Sampler:
         self._bag = np.zeros(0, "i4")  # prompt slots; the first _bag_size are left
         self._bag_size = 0
         self._sync: tuple[int, int] | None = None  # AtSync: the pool's completion numbers [start, end)
-        self._arrivals = [
-            0
-        ]  # Continuous: completion numbers at which arrivals begin, ascending; old ones are forgotten
+        self._arrivals = [0]  # Continuous: completion numbers at which arrivals begin, ascending; old ones go
         self._history: deque[tuple[int, int]] = deque(maxlen=RATIO_STEPS + 1)  # (rows ingested so far, rows trained)
         self._pool_key: tuple[int, ...] | None = None
         self._pool: list[tuple[int, int]] = []  # (slot, completion number)
@@ -158,6 +156,8 @@ class Sampler:
             slots.append(slot)
             with_replacement[i] = num < size
         self._history.append((buffer.ingested_rows, rows.size))
+        # Only here, never while waiting: when readiness is asked, and under which limits, must not show in later draws.
+        self._used &= {number for _, number in pool}
         if settings.on_policy_probability > 0:
             self._note_arrival(buffer, settings)
         self.trained_rows += rows.size
@@ -216,14 +216,10 @@ class Sampler:
             self._pool_start = start
             self._pool = buffer.prompts.visits_between(start, end, oldest)
             self._fresh = [visit for visit in self._pool if visit[1] not in self._used]
-            self._used = {visit[1] for visit in self._pool} & self._used
         return self._pool
 
     def _note_arrival(self, buffer: ReplayBuffer, settings: SamplingSettings) -> None:
-        """What completes from now on is the next arrival.
-
-        Only after a draw, never while waiting: how often readiness is asked must not show in later draws.
-        """
+        """What completes from now on is the next arrival."""
         self._arrivals = [begin for begin in self._arrivals if begin >= self._pool_start]
         if buffer.complete_visits > (self._arrivals[-1] if self._arrivals else 0):
             self._arrivals.append(buffer.complete_visits)
@@ -327,13 +323,17 @@ def _told_above(value: float, limit: float) -> str:
 def _missing(buffer: ReplayBuffer, step: int, settings: SamplingSettings) -> str:
     """What would make a branch eligible."""
     newest, m = buffer.prompts.newest_version(), settings.on_policy_probability
-    lags = [
-        f"a {what} at most {lag} steps old ({name})"
+    branches = [
+        (what, name, lag)
         for what, name, lag, used in (
             ("complete visit", "maxPolicyLag", settings.max_policy_lag, m > 0),
             ("trajectory", "maxReplayLag", settings.max_replay_lag, m < 1),
         )
-        if used and lag is not None
+        if used
     ]
+    lags = [f"a {what} at most {lag} steps old ({name})" for what, name, lag in branches if lag is not None]
     have = "none is left" if newest is None else f"the newest is {step - newest} steps old"
-    return f"{' or '.join(lags) or 'a complete visit'}: {have}"
+    never, k = "", settings.interval_steps
+    if all(lag is not None and lag < k - 1 for _, _, lag in branches):
+        never = f"; with sync.intervalSteps {k} even new ones may be {k - 1}: allow that, or lower intervalSteps"
+    return f"{' or '.join(lags) or 'a complete visit'}: {have}{never}"
