@@ -27,6 +27,10 @@ pytestmark = [
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "initializer_range": 0.1}
 
 
+GATED = 6 * WIDE["hidden_size"]
+"""As wide a network as models of some billions have, whose product is most of what can be computed again."""
+
+
 def on_gpu(family: str = "llama", dtype: torch.dtype = torch.bfloat16, **changes):
     return tiny(family, **{**WIDE, **changes}).to("cuda", dtype)
 
@@ -164,7 +168,7 @@ def test_recomputed_layers_keep_less_memory():
     rows = [np.arange(40) % 40] * 64
     peaks = []
     for wanted in ("none", "selective", "full"):
-        model = on_gpu(num_hidden_layers=8)
+        model = on_gpu(num_hidden_layers=8, intermediate_size=GATED)
         scorer = Scorer(model, temperature=1.0)
         set_recomputation(model, wanted)
         packed = scorer.pack([np.array([i % 40, 1]) for i in range(64)], rows)
@@ -176,7 +180,7 @@ def test_recomputed_layers_keep_less_memory():
 
 
 def test_what_selective_recomputation_keeps_is_measured():
-    model = on_gpu(num_hidden_layers=8)
+    model = on_gpu(num_hidden_layers=8, intermediate_size=GATED)
     measured = activation_bytes(model, Scorer(model, temperature=1.0))
     assert measured["selective"] < 0.75 * measured["none"]
 

@@ -29,8 +29,8 @@ ARMS = {
 MANY, GRPO, SHARED = 7, 8, 9
 ON_ONE_CARD = {3: "TRL GRPO, 1 GPU colocated", SHARED: "ours asynchronous, 1 GPU, small searchers share it"}
 """Arms where one card is all that they were given."""
-ONE_CARD = "one card"
-"""The variant of arms 1 and 3 beside which arm 9 on one card stands."""
+ONE_CARD, TWO_CARDS = "one card", "two cards"
+"""How variants of runs begin that had a host of so many cards for themselves: those stand beside each other."""
 ASYNCHRONOUS = (5, 6, MANY, GRPO, SHARED)
 """Arms whose processes are those of `tba run`."""
 SLOW_TASK = "count-slow"
@@ -137,8 +137,9 @@ def arm_name(run: CountRun) -> str:
 
 
 def _peers(groups: Mapping[tuple[str, int, str, str], list[CountRun]], run: CountRun) -> dict[int, list[CountRun]]:
-    """By arm, what a run is compared with: on one card what ran there, where it did."""
-    variants = (ONE_CARD, "") if run.gpus == 1 else ("",)
+    """By arm, what a run is compared with: what ran on such a host, where it did."""
+    host = ONE_CARD if run.gpus == 1 else TWO_CARDS if run.variant.startswith(TWO_CARDS) else ""
+    variants = (host, "") if host else ("",)
     found: dict[int, list[CountRun]] = {}
     for arm in (arm for arm in (1, 2, 3) if arm != run.arm):
         there = [groups[key] for v in variants if (key := (run.task, arm, v, run.start)) in groups]
@@ -311,7 +312,8 @@ def _place(runs: list[CountRun], column: str, **more: Any) -> Place:
     subject = {"arm": f"{run.arm}: {arm_name(run)}", "variant": _variant(run)}
     goal = f"{run.task}, {arm_name(run)}: {column}"
     # A table has one baseline.
-    table = f"{run.task} on one GPU" if run.variant.startswith(ONE_CARD) else run.task
+    hosts = {ONE_CARD: "on one GPU", TWO_CARDS: "on a host of two GPUs"}
+    table = " ".join([run.task, *(told for host, told in hosts.items() if run.variant.startswith(host))])
     return Place(subject, column, table=table, start=run.start, goal=goal, **more)
 
 

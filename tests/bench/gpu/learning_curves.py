@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from bench.gpu.count_runs import ONE_CARD, CountRun, arm_name
+from bench.gpu.count_runs import ONE_CARD, TWO_CARDS, CountRun, arm_name
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -13,20 +13,20 @@ _COLOURS = ("#7dd3fc", "#f59e0b", "#10b981", "#ef4444", "#8b5cf6", "#6b7280", "#
 _STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "tba", "font.size": 9, "legend.frameon": False}
 
 
-def compared(runs: Sequence[CountRun], *, one_card: bool, task: str = "count") -> list[CountRun]:
-    """Runs from one start, on one card or else without a variant: of the start with most arms, then most of them."""
+def compared(runs: Sequence[CountRun], host: str, task: str = "count") -> list[CountRun]:
+    """Runs on hosts of one kind, from one start: of the start that has most arms, then most of them."""
     starts: dict[str, list[CountRun]] = {}
     for run in runs:
-        if run.task == task and run.held_out and (run.variant.startswith(ONE_CARD) if one_card else not run.variant):
+        if run.task == task and run.held_out and run.variant.startswith(host):
             starts.setdefault(run.start, []).append(run)
     found = max(starts.values(), key=lambda rs: (len({r.arm for r in rs}), len(rs)), default=[])
     return sorted(found, key=lambda r: (r.arm, r.seed))
 
 
 def draw_all(runs: Sequence[CountRun], path: Path) -> None:
-    """The comparison on several cards at `path`, that on one beside it."""
-    draw(compared(runs, one_card=False), path)
-    draw(compared(runs, one_card=True), path.with_stem(f"{path.stem}_one_card"))
+    """The comparison on two cards at `path`, that on one beside it."""
+    draw(compared(runs, TWO_CARDS), path)
+    draw(compared(runs, ONE_CARD), path.with_stem(f"{path.stem}_one_card"))
 
 
 def draw(chosen: Sequence[CountRun], path: Path) -> None:

@@ -5,7 +5,17 @@ from dataclasses import replace
 
 import pytest
 from bench.gpu.choose_layout import best
-from bench.gpu.count_runs import ON_ONE_CARD, ONE_CARD, SHARED, SLOW_TASK, CountRun, append_run, judge, read_runs
+from bench.gpu.count_runs import (
+    ON_ONE_CARD,
+    ONE_CARD,
+    SHARED,
+    SLOW_TASK,
+    TWO_CARDS,
+    CountRun,
+    append_run,
+    judge,
+    read_runs,
+)
 from bench.gpu.curves import Costs, Point, bound, eta, reach
 from bench.gpu.learning_curves import compared, draw_all
 from hypothesis import given
@@ -145,9 +155,10 @@ def test_a_run_that_never_gets_there_is_told_and_not_dropped(tmp_path):
 
 
 def test_curves_are_of_the_start_with_most_arms_and_the_same_bytes_each_time(tmp_path):
-    runs = [run(2, start="a"), run(9, start="a"), run(9, 1, start="a"), *(run(5, seed, start="b") for seed in range(5))]
-    runs.append(run(1, start="a", variant="other"))
-    assert [(r.arm, r.seed) for r in compared(runs, one_card=False)] == [(2, 0), (9, 0), (9, 1)]
+    here = {"variant": TWO_CARDS, "start": "a"}
+    runs = [run(2, **here), run(9, **here), run(9, 1, **here)]
+    others = [run(5, seed, variant=TWO_CARDS, start="b") for seed in range(5)] + [run(1, start="a", variant="other")]
+    assert compared([*others, *runs], TWO_CARDS) == runs
     for name in ("one.svg", "two.svg"):
         draw_all(runs, tmp_path / name)
     drawn = (tmp_path / "one.svg").read_text()
@@ -159,10 +170,20 @@ def test_what_ran_on_one_card_has_a_picture_of_its_own(tmp_path):
     alone = [run(3, variant=ONE_CARD), run(9, variant=f"{ONE_CARD}, ratio to the sampler")]
     for one in alone:
         one.gpus = 1
-    assert compared([run(2), *alone], one_card=True) == alone
+    assert compared([run(2, variant=TWO_CARDS), *alone], ONE_CARD) == alone
     draw_all(alone, tmp_path / "x.svg")
     drawn = (tmp_path / "x_one_card.svg").read_text()
     assert "TRL GRPO, 1 GPU colocated (n = 1)" in drawn and [p.name for p in tmp_path.iterdir()] == ["x_one_card.svg"]
+
+
+def test_runs_that_had_a_host_of_two_cards_stand_beside_each_other():
+    ours = run(9, speed=2.0, variant=f"{TWO_CARDS}, ratio to the sampler")
+    elsewhere = replace(run(2, speed=1.9), machine="another")
+    rows = [r for r in judge([ours, elsewhere, run(2, variant=TWO_CARDS), run(3, speed=0.25, variant=TWO_CARDS)])]
+    (speed,) = (r for r in rows if r.metric.endswith("steps/s") and "ratio to the sampler" in r.metric)
+    assert speed.ratio == pytest.approx(2.0)
+    (fast,) = (r for r in rows if "times as fast" in r.metric and "ratio to the sampler" in r.metric)
+    assert fast.value == pytest.approx(8.0) and fast.place.table == "count on a host of two GPUs"
 
 
 def test_several_searchers_are_held_against_as_many_times_one():

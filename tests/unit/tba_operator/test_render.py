@@ -56,7 +56,7 @@ def test_help_says_what_render_does_without_loading_it(capsys):
     assert tba_operator.COMMANDS["render"].removesuffix(".") in own
     with pytest.raises(SystemExit):
         main(["--help"])
-    assert "render    Print the objects that the operator makes" in capsys.readouterr().out
+    assert "Print the objects that the operator makes" in capsys.readouterr().out
 
 
 def test_render_prints_what_the_operator_applies(tmp_path, capsys):

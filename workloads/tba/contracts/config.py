@@ -459,8 +459,9 @@ class TrainerSettings(Contract):
     """Token budget of one forward pass: each prompt once and all its responses, no padding. Groups stay whole."""
     activation_checkpointing: Literal["Auto", "Always", "Selective", "Never"] = "Auto"
     """Compute layers again in the backward pass. Always: whole, a third more work, a fraction of the memory. Selective:
-    all but matrix products and attention, little work, about half of the memory. Auto: on a GPU the least with which
-    the activations of microBatchTokens fit into what is free, as measured; on a CPU never."""
+    what is cheap, such as the product in a gated network, some percent more work, about two thirds of the memory.
+    Auto: on a GPU the least with which the activations of microBatchTokens fit into what is free, as measured; on a
+    CPU never."""
     compile: bool = False
     """Compile decoder layers and log-probabilities on a GPU: some minutes at start, faster steps. Read at start."""
     offload_reference: bool = False

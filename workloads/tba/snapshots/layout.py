@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -88,9 +89,13 @@ def serialise(tensors: Mapping[str, Tensor]) -> memoryview:
 def _copy(target: Tensor, source: Tensor) -> None:
     if source.device.type == "cpu" and source.is_contiguous():
         # Not torch's own: its threads wait for each other, for seconds where the cores are busy.
-        np.copyto(*(t.view(-1).view(torch.uint8).numpy() for t in (target, source)))
+        np.copyto(_bytes(target), _bytes(source))
     else:
         target.copy_(source)
+
+
+def _bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
+    return tensor.view(-1).view(torch.uint8).numpy()
 
 
 def parse(data: bytearray | memoryview) -> dict[str, Tensor]:

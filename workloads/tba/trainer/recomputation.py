@@ -62,7 +62,8 @@ def set_recomputation(model: nn.Module, wanted: Recomputation) -> None:
         elif capped or not is_gated_mlp(getattr(layer, "mlp", None)):
             _recompute_by_operator(layer)
         else:
-            layer.mlp.forward = partial(_gated, layer.mlp)
+            mlp: Any = layer.mlp
+            mlp.forward = partial(_gated, mlp)
 
 
 def is_gated_mlp(module: object) -> bool:
