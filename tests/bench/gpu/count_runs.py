@@ -37,6 +37,8 @@ SLOW_TASK = "count-slow"
 """Its rewards wait, so neither the bound nor tau, which know of generating and training alone, says anything there."""
 
 
+_OVER_SYNCHRONOUS = {"count": ">= 1.3", "count-long": ">= 2", SLOW_TASK: ">= 2"}
+"""Goals of times as fast, by task."""
 _TOKENS, _OF = "response tokens/s", "g, t, o, tau, bound of"
 _SAID = {"mean staleness": "mean lag, steps"}
 """Facts that a table has by another name."""
@@ -127,7 +129,9 @@ def judge(runs: Sequence[CountRun]) -> list[Row]:
         rows += _speed(name, found, beside, peers.get(1) if arm == 5 and task != SLOW_TASK else None)
         rows += _generated(name, found)
         rows += _thresholds(name, found, peer if ours else None)
-        rows += _against_trl(name, found, here[3]) if ours and 3 in here else []
+        rows += _against(name, found, here[3], "TRL", ">= 2") if ours and 3 in here else []
+        if ours and beside and beside[0].gpus == found[0].gpus:
+            rows += _against(name, found, beside, "our synchronous loop", _OVER_SYNCHRONOUS.get(task))
     return rows + _scaling(groups)
 
 
@@ -195,17 +199,17 @@ def _tokens(runs: list[CountRun]) -> float:
     return statistics.median(float(str(r.facts[_TOKENS])) for r in runs)
 
 
-def _against_trl(name: str, runs: list[CountRun], trl: list[CountRun]) -> list[Row]:
+def _against(name: str, runs: list[CountRun], peers: list[CountRun], whom: str, target: str | None) -> list[Row]:
     """Time to the highest threshold that both have reached in most of their runs."""
     for threshold in sorted(THRESHOLDS, reverse=True):
-        ours, theirs = ([found[1] for r in rs if (found := reach(r.points, threshold))] for rs in (runs, trl))
-        if 2 * len(ours) > len(runs) and 2 * len(theirs) > len(trl):
+        ours, theirs = ([found[1] for r in rs if (found := reach(r.points, threshold))] for rs in (runs, peers))
+        if 2 * len(ours) > len(runs) and 2 * len(theirs) > len(peers):
             value, other = statistics.median(theirs) / statistics.median(ours), statistics.median(theirs)
-            note = f"n = {len(runs)}, TRL n = {len(trl)}; {statistics.median(ours):.1f} s against {other:.1f} s"
-            metric = f"{name}: times as fast to {threshold:g} as {arm_name(trl[0])}"
+            note = f"n = {len(runs)}, {whom} n = {len(peers)}; {statistics.median(ours):.1f} s against {other:.1f} s"
+            metric = f"{name}: times as fast to {threshold:g} as {arm_name(peers[0])}"
             beside = f"{other:.1f} / {statistics.median(ours):.1f} s"
-            place = _place(runs, "times as fast as TRL", label=f"to {threshold:g}", beside=beside)
-            return [_row(runs, metric, value, "x", None, None, ">= 2", note, place)]
+            place = _place(runs, f"times as fast as {whom}", label=f"to {threshold:g}", beside=beside)
+            return [_row(runs, metric, value, "x", None, None, target, note, place)]
     return []
 
 
@@ -310,7 +314,8 @@ def _thresholds(name: str, runs: list[CountRun], peer: list[CountRun] | None) ->
 def _place(runs: list[CountRun], column: str, **more: Any) -> Place:
     run = runs[0]
     subject = {"arm": f"{run.arm}: {arm_name(run)}", "variant": _variant(run)}
-    goal = f"{run.task}, {arm_name(run)}: {column}"
+    told = f" ({run.variant})" if run.variant else ""
+    goal = f"{run.task}, {arm_name(run)}{told}: {column}"
     # A table has one baseline.
     hosts = {ONE_CARD: "on one GPU", TWO_CARDS: "on a host of two GPUs"}
     table = " ".join([run.task, *(told for host, told in hosts.items() if run.variant.startswith(host))])
