@@ -235,6 +235,13 @@ def test_metrics_of_a_run_without_such_rows_says_so_beside_the_output(tmp_path, 
     assert run(capsys, "metrics", store.uri, "--kind", "eval") == (0, "", "the run has no rows of kind eval yet\n")
 
 
+@pytest.mark.parametrize("command", ["metrics", "tensorboard"])
+def test_an_address_without_a_run_is_no_run_without_rows(command, tmp_path, capsys):
+    code, _, err = run(capsys, command, f"file://{tmp_path}/typo", "-o", f"{tmp_path}/out")
+    assert code == 64 and "no run at" in err and "Check the URI" in err
+    assert not (tmp_path / "out").exists()
+
+
 def test_tensorboard_writes_event_files_and_with_follow_ends_as_the_run_did(uri, capsys, tmp_path):
     code, out, _ = run(capsys, "tensorboard", uri, "-o", f"{tmp_path}/tb", "--follow")
     assert code == 0 and "to step 120" in out

@@ -28,8 +28,11 @@ def command(
     """
     from tba.report.history import read_history
     from tba.report.series import rows_of, write_csv, write_jsonl
+    from tba.run_record import read_run_record
 
-    rows = rows_of(read_history(open_target(run, endpoint=endpoint, region=region)), kind)
+    store = open_target(run, endpoint=endpoint, region=region)
+    read_run_record(store)  # an empty table must not stand for a wrong address
+    rows = rows_of(read_history(store), kind)
     text = io.StringIO()
     lines = form == "jsonl" or (form is None and output.suffix in (".jsonl", ".ndjson"))
     (write_jsonl if lines else write_csv)(rows, text)

@@ -27,6 +27,7 @@ def command(
     from tba.contracts.errors import UserError
     from tba.contracts.records import RunState
     from tba.report.history import HistoryReader
+    from tba.run_record import read_run_record
 
     try:
         from tba.report.event_files import EventFiles
@@ -36,7 +37,10 @@ def command(
         raise UserError(
             "tba tensorboard needs the package tensorboardX, which is not installed: pip install 'tensorboardX>=2.6'"
         ) from error
-    reader = HistoryReader(open_target(run, endpoint=endpoint, region=region))
+    store = open_target(run, endpoint=endpoint, region=region)
+    if not follow:  # which may begin before the run
+        read_run_record(store)
+    reader = HistoryReader(store)
     with writing_to(output):
         files = EventFiles(output)
     try:
