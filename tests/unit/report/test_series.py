@@ -9,7 +9,7 @@ from support.synthetic_run import evaluation, event, searcher, step_row, whole_r
 
 from tba.contracts.history import ROW
 from tba.report.history import assemble
-from tba.report.series import flat, histogram_mean, resumed_at, rows_of, scalars, write_csv, write_jsonl
+from tba.report.series import flat, resumed_at, rows_of, scalars, write_csv, write_jsonl
 
 
 def table(rows):
@@ -22,7 +22,7 @@ def test_a_histogram_becomes_its_mean_and_maximum_and_a_mapping_a_column_a_key()
     cells = flat(step_row(10, staleness={0: 3, 4: 1}))
     assert (cells["stalenessMean"], cells["stalenessMax"]) == (1.0, 4)
     assert cells["phaseSeconds.collate"] == 0.1 and "staleness" not in cells and "phaseSeconds" not in cells
-    assert flat(step_row(1, staleness={}))["stalenessMean"] is None is histogram_mean({})
+    assert flat(step_row(1, staleness={}))["stalenessMean"] is None
 
 
 def test_a_table_has_the_columns_of_all_rows_and_nothing_where_a_row_has_none():

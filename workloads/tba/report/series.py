@@ -2,11 +2,13 @@
 
 import csv
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, Any, Literal
 
 from tba.contracts.history import AnyRow, Row
 from tba.report.history import History
+from tba.report.summary import weighted_mean
 
 Kind = Literal["step", "eval", "publish", "searcher", "sample", "quarantine", "event"]
 """Of rows, as the history names them (docs/reference/metrics-and-events.md, "Run history")."""
@@ -33,7 +35,7 @@ def flat(row: Row) -> dict[str, Cell]:
     cells: dict[str, Cell] = {}
     for name, value in row.model_dump(by_alias=True).items():
         if name == "staleness":
-            cells |= {f"{name}Mean": histogram_mean(value), f"{name}Max": max(value, default=None)}
+            cells |= {f"{name}Mean": weighted_mean(Counter(value)), f"{name}Max": max(value, default=None)}
         elif isinstance(value, dict):
             cells |= {f"{name}.{key}": number for key, number in value.items()}
         else:
@@ -48,12 +50,6 @@ def scalars(row: Row) -> dict[str, float]:
         for name, value in flat(row).items()
         if name not in _COMMON and isinstance(value, int | float) and math.isfinite(value)
     }
-
-
-def histogram_mean(counts: Mapping[int, int]) -> float | None:
-    """Of value -> count; None if nothing was counted."""
-    total = sum(counts.values())
-    return sum(value * count for value, count in counts.items()) / total if total else None
 
 
 def write_csv(rows: Iterable[Row], file: IO[str]) -> None:
