@@ -9,6 +9,7 @@ KEEP=${KEEP:-$HOME/keep} PARTS=${PARTS:-$HOME/parts} START=${START:-$HOME/start}
 SECONDS_A_RUN=${SECONDS_A_RUN:-180}
 PAIR_SECONDS=${PAIR_SECONDS:-50} PAIR_SECONDS_TRL=${PAIR_SECONDS_TRL:-100} PAIR_SECONDS_ONE=${PAIR_SECONDS_ONE:-75} PAIRS_LIMIT=${PAIRS_LIMIT:-585}
 SCALING_SECONDS=${SCALING_SECONDS:-40}
+SLOW_CALLS=${SLOW_CALLS:-160} # of the reward at a time in every arm of count-slow; a fifth of them for each of five searchers
 PAIR_ARMS=${PAIR_ARMS:-2 9 3} # and PAIR_MORE: what bench_count.py is told besides, without blanks inside
 RUN_ROOT=${RUN_ROOT:-/dev/shm/tba}
 OUT=${OUT:-$HOME/out}
@@ -42,6 +43,15 @@ trainer_bench() {
   step 1 200 tests-trainer python3 -m pytest tests/gpu -q -s -p no:cacheprovider --ignore tests/gpu/test_vllm_on_gpu.py
 }
 
+recomputed() { # what selective recomputation keeps and costs for the small model, on card $CARD
+  local bench=(python3 tests/bench/gpu/bench_trainer_gpu.py --tokenizer "$VS/smol" --repetitions 3 --shapes 0.135b --micro-rows 80)
+  step ${CARD:-0} 60 tests-selective python3 -m pytest tests/gpu/test_trainer_on_gpu.py -q -s -p no:cacheprovider -k "recomputed_layers or selective_recomputation"
+  step ${CARD:-0} 100 small-default "${bench[@]}" -o "$PARTS/gpu_trainer.7.json"
+  step ${CARD:-0} 100 small-selective "${bench[@]}" --set activationCheckpointing=Selective -o "$PARTS/gpu_trainer.5.json"
+  [ -e "$PARTS/gpu_trainer.1.json" ] || cp docs/results/gpu_trainer.json "$PARTS/gpu_trainer.0.json"
+  merge gpu_trainer
+}
+
 memory() { # ways to keep less for the backward pass, on card $CARD
   local bench=(python3 tests/bench/gpu/bench_trainer_gpu.py --tokenizer "$VS/smol" --repetitions 3)
   step ${CARD:-0} 150 memory-selective "${bench[@]}" --shapes 1.5b --micro-rows 20 --set activationCheckpointing=Selective -o "$PARTS/gpu_trainer.3.json"
@@ -55,6 +65,11 @@ memory() { # ways to keep less for the backward pass, on card $CARD
 engine() { # engine CARD PROMPTS
   step "$1" 300 engine python3 tests/bench/gpu/bench_engine.py --model "$START/start" --prompts "$2" --repetitions 2 \
     -o "$KEEP/gpu_engine.json"
+}
+
+sync_small() { # sync_small CARD: a publish of 0.27 GB
+  step "$1" 90 sync-small python3 tests/bench/gpu/bench_sync.py --model "$VS/smol" --what ${2:-model} --engine vllm \
+    --folder "$RUN_ROOT" -o "$PARTS/gpu_sync.1.json"
 }
 
 sync_large() { # sync_large CARD
@@ -98,14 +113,17 @@ layout() { # layout NAME: sets what one run is: its arm, clock, seconds beside i
   3two) beside=60 clock=$PAIR_SECONDS_TRL more=(--variant "two cards") ;;
   9two) beside=100 cards=$(shared "$searchers") more=(--variant "two cards, ratio to the sampler" --searchers "$searchers" --set objective.parameters.ratioAlpha=1) ;;
   2twolong) beside=60 clock=90 more=(--variant "two cards" --task count-long) ;;
-  9twolong) beside=100 clock=60 cards=$(shared "$searchers") more=(--variant "two cards, ratio to the sampler" --task count-long --searchers "$searchers" --set objective.parameters.ratioAlpha=1) ;;
-  # On one card, other tasks: responses of a longer tail; rewards of 200 ms, 80 calls at a time in every arm.
+  9twolong) beside=100 clock=50 cards=$(shared "$searchers") more=(--variant "two cards, ratio to the sampler" --task count-long --searchers "$searchers" --set objective.parameters.ratioAlpha=1) ;;
+  # Rewards of 200 ms, as many calls at a time in every arm.
+  2twoslow) beside=60 clock=${SLOW_CLOCK:-80} more=(--variant "two cards" --task count-slow --set "task.reward.workers=$SLOW_CALLS") ;;
+  9twoslow) beside=100 clock=${SLOW_CLOCK_OURS:-50} cards=$(shared "$searchers") more=(--variant "two cards, ratio to the sampler" --task count-slow --searchers "$searchers" --set objective.parameters.ratioAlpha=1 --set "task.reward.workers=$((SLOW_CALLS / 5))") ;;
+  # On one card, other tasks: responses of a longer tail; rewards of 200 ms.
   1onelong) beside=60 clock=110 cards=0 more=(--variant "one card" --task count-long) ;;
   3onelong) beside=60 clock=$PAIR_SECONDS_TRL cards=0 more=(--variant "one card" --task count-long) ;;
   9onelong) beside=110 clock=70 cards=0,0,0,0,0,0 more=(--variant "one card, ratio to the sampler" --task count-long --searchers 5x128 --set objective.parameters.ratioAlpha=1) ;;
-  1oneslow) beside=60 clock=90 cards=0 more=(--variant "one card" --task count-slow --set task.reward.workers=80) ;;
-  3oneslow) beside=60 clock=$PAIR_SECONDS_TRL cards=0 more=(--variant "one card" --task count-slow --set task.reward.workers=80) ;;
-  9oneslow) beside=110 clock=60 cards=0,0,0,0,0,0 more=(--variant "one card, ratio to the sampler" --task count-slow --searchers 5x128 --set objective.parameters.ratioAlpha=1 --set task.reward.workers=16) ;;
+  1oneslow) beside=60 clock=90 cards=0 more=(--variant "one card" --task count-slow --set "task.reward.workers=$SLOW_CALLS") ;;
+  3oneslow) beside=60 clock=$PAIR_SECONDS_TRL cards=0 more=(--variant "one card" --task count-slow --set "task.reward.workers=$SLOW_CALLS") ;;
+  9oneslow) beside=110 clock=60 cards=0,0,0,0,0,0 more=(--variant "one card, ratio to the sampler" --task count-slow --searchers 5x128 --set objective.parameters.ratioAlpha=1 --set "task.reward.workers=$((SLOW_CALLS / 5))") ;;
   # Speed alone.
   2three) beside=60 clock=22 more=(--variant "speed, 3 engines a card" --engines 3 --evaluate-every 0) ;;
   2long) beside=50 clock=30 more=(--variant speed --task count-long --evaluate-every 0) ;;
@@ -200,6 +218,7 @@ first) # the first piece is there: the trainer's bench needs no more, and runs o
   ;;
 trainer) OUT=$PARTS/none; mkdir -p "$OUT"; trainer_bench ;;
 memory) OUT=${MEMORY_OUT:-$OUT}; mkdir -p "$OUT"; memory; touch "$PARTS/memory.done" ;;
+recomputed) OUT=$PARTS/none; mkdir -p "$OUT"; recomputed; touch "$PARTS/recomputed.done" ;;
 second) hack/gpu/install.sh b ;;
 third) # the model is complete: its start, the tests of the tier, engine and weights on the first card
   hack/gpu/install.sh c || exit 1
@@ -208,6 +227,14 @@ third) # the model is complete: its start, the tests of the tier, engine and wei
     step 2 120 tests-vllm python3 -m pytest tests/gpu/test_vllm_on_gpu.py -q -s -p no:cacheprovider -k "starts_while or adapters" &
     step 0 120 start python3 examples/count/make_start.py --model "$VS/smol" -o "$START"
     wait
+    merge gpu_sync
+    exit
+  fi
+  if [ "${START_ONLY:-}" = small ]; then # a small publish beside it
+    sync_small 1 &
+    step 0 120 start python3 examples/count/make_start.py --model "$VS/smol" -o "$START"
+    wait
+    [ -e "$PARTS/gpu_sync.2.json" ] || cp docs/results/gpu_sync.json "$PARTS/gpu_sync.0.json"
     merge gpu_sync
     exit
   fi
@@ -226,8 +253,7 @@ third) # the model is complete: its start, the tests of the tier, engine and wei
   step 0 120 start python3 examples/count/make_start.py --model "$VS/smol" -o "$START"
   wait "$tests"
   engine 0 640
-  step 0 90 sync-small python3 tests/bench/gpu/bench_sync.py --model "$VS/smol" --what model deltas --engine vllm \
-    --folder "$RUN_ROOT" -o "$PARTS/gpu_sync.1.json"
+  sync_small 0 "model deltas"
   sync_large 0
   merge gpu_sync
   cat "$PARTS/background.log"
