@@ -34,8 +34,7 @@ ONE_CARD, TWO_CARDS = "one card", "two cards"
 ASYNCHRONOUS = (5, 6, MANY, GRPO, SHARED)
 """Arms whose processes are those of `tba run`."""
 SLOW_TASK = "count-slow"
-"""Its rewards wait, so neither the bound nor tau, which know of generating and training alone, says anything there."""
-
+"""`count`, where rewards wait: what generating costs is told by a step of `count`, not by one of its own."""
 
 _OVER_SYNCHRONOUS = {"count": ">= 1.3", "count-long": ">= 2", SLOW_TASK: ">= 2"}
 """Goals of times as fast, by task."""
@@ -116,7 +115,7 @@ def judge(runs: Sequence[CountRun]) -> list[Row]:
     rows: list[Row] = []
     groups: dict[tuple[str, int, str, str], list[CountRun]] = {}
     newest = newest_first([run.start for run in runs])
-    for run in sorted(runs, key=lambda r: (r.task, newest[r.start], r.arm, r.variant, r.seed)):
+    for run in sorted(_with_waits(runs), key=lambda r: (r.task, newest[r.start], r.arm, r.variant, r.seed)):
         groups.setdefault((run.task, run.arm, run.variant, run.start), []).append(run)
     for (task, arm, _, start), found in groups.items():
         told = ", ".join(filter(None, (_variant(found[0]), start and f"start {start}")))
@@ -133,6 +132,19 @@ def judge(runs: Sequence[CountRun]) -> list[Row]:
         if ours and beside and beside[0].gpus == found[0].gpus:
             rows += _against(name, found, beside, "our synchronous loop", _OVER_SYNCHRONOUS.get(task))
     return rows + _scaling(groups)
+
+
+def _with_waits(runs: Sequence[CountRun]) -> list[CountRun]:
+    """Runs; a synchronous loop whose rewards wait has g, t and o of the same run of `count`, and all else in tau."""
+    costs = {replace(r, task=SLOW_TASK).key: r.costs for r in runs if r.task == "count" and r.costs}
+    return [_waiting(r, costs.get(r.key)) for r in runs]
+
+
+def _waiting(run: CountRun, costs: dict[str, float] | None) -> CountRun:
+    if costs is None:
+        return run
+    tail = (1 / run.steps_per_second - costs["train"] - costs["switch"]) / costs["generate"]
+    return replace(run, costs=costs | {"tail": tail})
 
 
 def arm_name(run: CountRun) -> str:
@@ -219,11 +231,10 @@ def _speed(name: str, runs: list[CountRun], peer: list[CountRun] | None, one_car
     beside: dict[str, Any] = {}  # g, t, o, tau and the bound
     if peer is not None:
         baseline = (arm_name(peer[0]), statistics.median(r.steps_per_second for r in peer))
-    if runs[0].task == SLOW_TASK:
-        pass
-    elif runs[0].arm in (1, 2) and runs[0].costs:
+    if runs[0].arm in (1, 2) and runs[0].costs:
         beside = _costs(runs)
         note += f"; {_told(beside)}"
+        note += " (g, t, o of count; tau with the waits for rewards)" if runs[0].task == SLOW_TASK else ""
     elif peer is not None and peer[0].costs:
         beside = _costs(peer) | {_OF: f"arm {peer[0].arm}"}
         note += f"; of {arm_name(peer[0])}: {_told(beside)}"

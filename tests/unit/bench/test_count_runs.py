@@ -128,13 +128,20 @@ def test_the_peer_is_beaten_at_the_highest_threshold_that_most_runs_of_both_reac
     assert "n = 2, TRL n = 3" in row.note
 
 
-def test_where_rewards_wait_nothing_is_held_against_the_bound():
-    costs = {"generate": 1.0, "train": 0.8, "switch": 0.03, "tail": 2.0}
-    runs = [run(1, speed=0.6, costs=costs), run(2, speed=1.0), run(5, speed=1.5)]
-    for one in runs:
-        one.task = SLOW_TASK
+def test_where_rewards_wait_tau_is_what_a_step_takes_beyond_generating_training_and_switching():
+    costs = {"generate": 1.0, "train": 0.8, "switch": 0.03, "tail": 1.0}
+    runs = [run(2, speed=0.5, costs=costs)] + [replace(run(a, speed=s), task=SLOW_TASK) for a, s in ((2, 0.4), (5, 1))]
     speeds = {r.metric: r for r in judge(runs) if r.metric.endswith("steps/s")}
-    assert len(speeds) == 3 and all(r.target is None and "bound" not in r.note for r in speeds.values())
+    of_both = [r for name, r in speeds.items() if name.startswith(SLOW_TASK)]
+    assert len(of_both) == 2 and all(r.target is None for r in of_both)
+    assert all(
+        "g 1.00 t 0.80 o 0.030 s, tau 1.67, bound of 1 + 1 against 2 synchronous 1.25" in r.note for r in of_both
+    )
+
+
+def test_where_rewards_wait_and_nobody_measured_without_waits_there_is_no_bound():
+    runs = [replace(run(a, speed=s), task=SLOW_TASK) for a, s in ((2, 0.4), (5, 1))]
+    assert all("bound" not in r.note for r in judge(runs))
 
 
 def test_a_run_of_one_step_has_the_speed_of_that_step():
