@@ -235,7 +235,14 @@ def test_metrics_of_a_run_without_such_rows_says_so_beside_the_output(tmp_path, 
     assert run(capsys, "metrics", store.uri, "--kind", "eval") == (0, "", "the run has no rows of kind eval yet\n")
 
 
-@pytest.mark.parametrize("command", ["metrics", "tensorboard"])
+def test_report_of_a_run_that_has_yet_to_begin_is_a_page_that_says_so(tmp_path, capsys):
+    store = open_store(f"file://{tmp_path}/young")
+    store.put_once(keys.RUN, run_record().to_json())
+    code, page, _ = run(capsys, "report", store.uri, "-o", "-")
+    assert code == 0 and "no run here yet" in page
+
+
+@pytest.mark.parametrize("command", ["metrics", "report", "tensorboard"])
 def test_an_address_without_a_run_is_no_run_without_rows(command, tmp_path, capsys):
     code, _, err = run(capsys, command, f"file://{tmp_path}/typo", "-o", f"{tmp_path}/out")
     assert code == 64 and "no run at" in err and "Check the URI" in err
