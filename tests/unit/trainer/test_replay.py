@@ -181,7 +181,7 @@ def test_a_batch_that_the_ingest_log_does_not_explain_ends_the_replay_with_what_
         (
             "ingest/*/*",
             b"garbage\n",
-            r"ingest/.*\.jsonl holds a line that is no entry of an ingest log, got b'garbage'",
+            r"a line of ingest/.*\.jsonl cannot be parsed: is no valid JSON .*, got b'garbage'; restore it from a copy",
         ),
         ("latest", b"", "latest cannot be parsed"),
     ],
