@@ -245,6 +245,13 @@ def test_searchers_that_run_elsewhere_neither_keep_the_rate_unknown_nor_change_t
     assert (unaware.rate.value, unaware.desired) == (None, 4)
 
 
+@pytest.mark.parametrize("given", [{}, {"TBA_SEARCHER_SET": ""}])
+def test_whom_nobody_tells_the_set_of_searchers_counts_all(given):
+    assert Tracker.of(20, given).searcher_set is None
+    told = Tracker.of(20, {"TBA_SEARCHER_SET": "run-searcher", "TBA_POD_UID": "u"})
+    assert (told.searcher_set, told.progress().pod_uid) == ("run-searcher", "u")
+
+
 def test_a_trainer_that_finds_the_run_ended_tells_how_far_it_came():
     live = Tracker(20)
     live.found_complete("r", Latest(commit=9, epoch=2, version=20, step=20, state=RunState.COMPLETE, nonce="n"))

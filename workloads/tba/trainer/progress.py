@@ -3,8 +3,9 @@
 import re
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 
@@ -180,6 +181,11 @@ class Tracker:
     checkpoint_step: int | None = None
     rates: Rates = field(default_factory=Rates)
     alarms: Alarms = field(default_factory=Alarms)
+
+    @classmethod
+    def of(cls, total_steps: int, environ: Mapping[str, str]) -> Self:
+        """With what the operator tells a pod."""
+        return cls(total_steps, environ.get("TBA_POD_UID"), environ.get("TBA_SEARCHER_SET") or None)
 
     def claimed(
         self,
