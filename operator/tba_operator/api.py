@@ -6,15 +6,15 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import lru_cache
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from tba.contracts.base import Contract
 from tba.contracts.errors import UserError
-from tba.contracts.explain import explain, field_of, models_within
+from tba.contracts.explain import explain
 from tba.contracts.job import JobSpec
+from tba.contracts.newer import known_fields
 
 GROUP = "tba.dev"
 VERSION = "v1alpha1"
@@ -219,31 +219,6 @@ def parse_status(raw: Mapping[str, Any]) -> JobStatus:
         return JobStatus.model_validate(known_fields(JobStatus, raw))
     except ValidationError:
         return JobStatus()
-
-
-def known_fields(model: type[BaseModel], value: Any) -> Any:
-    """`value` without the fields that `model` does not know, at any depth: an older operator reads newer objects."""
-    if not isinstance(value, Mapping):
-        return value
-    kept: dict[str, Any] = {}
-    for name, inner in value.items():
-        known, nested = _field(model, name)
-        if not known:
-            continue
-        if nested is None:
-            kept[name] = inner
-        elif isinstance(inner, list):
-            kept[name] = [known_fields(nested, item) for item in inner]
-        else:
-            kept[name] = known_fields(nested, inner)
-    return kept
-
-
-@lru_cache(maxsize=4096)  # names come from users
-def _field(model: type[BaseModel], name: str) -> tuple[bool, type[BaseModel] | None]:
-    """Whether the model has that field, and the model within it."""
-    found = field_of(model, name)
-    return found is not None, None if found is None else next(models_within(found[1].annotation), None)
 
 
 def parse_time(text: str | None) -> float | None:

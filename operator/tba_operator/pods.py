@@ -248,6 +248,8 @@ def _trainer_env(job: Job, attempt: int) -> list[dict[str, Any]]:
         {"name": variable, "valueFrom": {"secretKeyRef": {"name": ref.name, "key": "HF_TOKEN"}}}
         for variable, ref in token_secrets(job).items()
     ]
+    # Searchers that somebody starts elsewhere say nothing of how many pods are needed.
+    env.append(_value("TBA_SEARCHER_SET", naming.role_name(job.name, "searcher")))
     if data_config_maps(job):
         env.append(_value("TBA_CONFIG_MAPS_DIR", CONFIG_MAPS_DIR))
     if data_claims(job):

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import aiohttp
 from pydantic import ValidationError
 
+from tba.contracts.explain import first_fault
 from tba.contracts.history import Progress
+from tba.contracts.newer import read_known
 from tba_operator.caches import Caches, Key
 from tba_operator.kubeapi import ApiError, KubeApi
 from tba_operator.naming import HTTP_PORT
@@ -135,9 +137,11 @@ def parse_progress(body: bytes, pod: Pod) -> Progress:
     Raises: Unreachable if it is none, or of another pod: IPs are given to the next pod at once.
     """
     try:
-        progress = Progress.model_validate_json(body)
+        progress = read_known(Progress, body)
     except ValidationError as error:
-        raise Unreachable(f"{pod.name}: no progress: {error.error_count()} problems") from error
+        raise Unreachable(f"{pod.name}: no progress: {first_fault(error)}") from error
+    except ValueError as error:
+        raise Unreachable(f"{pod.name}: no progress: {error}") from error
     if progress.pod_uid != pod.uid:
         raise Unreachable(f"{pod.name}: answered by pod {progress.pod_uid}")
     return progress

@@ -16,6 +16,7 @@ still starting are capacity already, and waiting for them never leads to asking 
   samples from an outage are not used, and none of r until the trainer's averages have forgotten it.
 * r is wrong while the pool grows: new searchers warm up, and their first shards say little. It is taken once the pool
   has not grown for `WARM_SECONDS`, and not of more searchers than are ready (a restart counts twice for a minute).
+  The trainer counts and measures the job's pods alone: searchers that run elsewhere come on top, and may leave.
   Until then the last known r holds, and with none the number of searchers does. A pool that shrinks stays warm.
 * If something that all searchers share (bandwidth to the bucket) is the limit, r falls as the pool grows, and the
   answer goes to maxReplicas, the only bound on it.

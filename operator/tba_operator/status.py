@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tba.contracts.history import Progress
+from tba.contracts.newer import known_fields
 from tba_operator import attempts, naming
 from tba_operator.api import (
     CONDITIONS,
@@ -19,7 +20,6 @@ from tba_operator.api import (
     SearcherStatus,
     TrainerStatus,
     format_time,
-    known_fields,
     parse_status,
     parse_time,
 )

@@ -1,11 +1,13 @@
 """The termination message of a container: written where the environment says, and nowhere else."""
 
+import json
+
 import pytest
 from support.progress import a_progress
 
 from tba import last_words
 from tba.contracts.history import Alert
-from tba.contracts.termination import MAX_MESSAGE_CHARS, read_termination
+from tba.contracts.termination import MAX_MESSAGE_CHARS, Termination, read_termination
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +52,18 @@ def test_a_long_error_is_cut_and_still_readable(tmp_path, monkeypatch):
     assert path.stat().st_size <= 4096
     found = read_termination(path.read_text())
     assert found is not None and found.message.startswith("üü")
+
+
+def test_the_last_words_of_a_newer_release_are_read_without_what_is_new_in_them():
+    words = Termination(exit_code=2, message="m", progress=a_progress(step=7))
+    newer = json.loads(words.to_json())
+    newer["ofTheFuture"] = newer["progress"]["ofTheFuture"] = 1
+    assert read_termination(json.dumps(newer)) == words
+
+
+@pytest.mark.parametrize("text", ["", "Killed", "7", '{"event": "step_completed", "step": 3}', "[" * 5000])
+def test_the_end_of_a_log_is_nobodys_last_words(text):
+    assert read_termination(text) is None
 
 
 def test_a_message_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):

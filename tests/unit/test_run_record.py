@@ -40,5 +40,5 @@ def test_a_record_of_another_release_names_the_field_and_the_remedy(store, chang
 
 def test_a_record_that_is_no_json_is_refused_as_a_whole(store):
     store.put_once(keys.RUN, b"{")
-    with pytest.raises(UserError, match="the whole file"):
+    with pytest.raises(UserError, match=r"not of this version: is no valid JSON .*, got b'\{'\. Use"):
         read_run_record(store)

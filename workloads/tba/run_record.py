@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tba.contracts.errors import UserError
+from tba.contracts.explain import first_fault
 from tba.contracts.keys import RUN
 from tba.contracts.records import RunRecord
 from tba.contracts.runfile import RunFile
@@ -29,11 +30,9 @@ def find_run_record(store: ObjectStore) -> RunRecord | None:
     try:
         return RunRecord.model_validate_json(data)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"])) or "the whole file"
         raise UserError(
-            f"run.json at {store.uri} is not of this version: {place}: {first['msg']}. "
-            "Use the release that began the run, or another storage prefix"
+            f"run.json at {store.uri} is not of this version: {first_fault(error)}. "
+            "Use the release that began the run, restore the object from a copy, or use another storage prefix"
         ) from error
 
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from tba.cli.storage import app
 from tba.contracts.errors import UserError
+from tba.contracts.keys import CheckpointKey, LogKey, ShardKey, WeightsKey
 from tba.store import NotFound
 from tba.store.probe import ProbeResult, probe, require
 
@@ -86,6 +87,40 @@ def test_deleting_a_run_needs_its_run_file_and_leaves_the_neighbours(store):
     assert list(store.list_after("")) == []
     with pytest.raises(NotFound):
         store.get("run.json")
+
+
+def test_what_a_live_run_wrote_after_its_deletion_can_be_deleted_too(store):
+    nonce = "0a" * 16
+    remains = [
+        ShardKey(3, "searcher-0", nonce, 7).path,
+        f"{CheckpointKey(40, 1, nonce).prefix}master.safetensors",
+        f"{WeightsKey(40, 1, nonce).prefix}model.safetensors",
+        LogKey("metrics", 1, 9).path,
+    ]
+    for key in remains:
+        store.put_once(key, b"late")
+    declined = CliRunner().invoke(app, ["delete", store.uri], input="n\n")
+    assert declined.exit_code == 1 and len(list(store.list_after(""))) == 4
+    done = CliRunner().invoke(app, ["delete", store.uri, "--yes"])
+    assert done.exit_code == 0 and "deleted 4 objects" in done.output
+    assert list(store.list_after("")) == []
+
+
+@pytest.mark.parametrize("foreign", ["shards/0000000003/notes.txt", "thesis.pdf", "weights/model.bin", "a/run.json"])
+def test_a_prefix_without_run_file_that_holds_anything_foreign_is_refused_by_its_name(local_store, foreign):
+    kept = [ShardKey(3, "searcher-0", "0a" * 16, 7).path, foreign]
+    for key in kept:
+        local_store.put_once(key, b"mine")
+    refused = CliRunner().invoke(app, ["delete", local_store.uri, "--yes"])
+    assert isinstance(refused.exception, UserError) and f"no run.json but {foreign}, so" in str(refused.exception)
+    assert sorted(info.key for info in local_store.list_after("")) == sorted(kept)
+
+
+def test_an_object_that_anybody_may_call_latest_makes_no_run(local_store):
+    local_store.put_once("latest", b"v1.2.3")
+    refused = CliRunner().invoke(app, ["delete", local_store.uri, "--yes"])
+    assert isinstance(refused.exception, UserError) and "nothing else" in str(refused.exception)
+    assert local_store.get("latest").data == b"v1.2.3"
 
 
 def test_serve_runs_until_a_signal_and_prints_no_secret(tmp_path):

@@ -125,7 +125,7 @@ def test_a_checkpoint_whose_manifest_is_damaged_is_told_by_its_key_without_a_tra
     manifest.write_bytes(b"garbage")
     code, _, err = run(capsys, "inspect", "checkpoint", uri)
     assert (code, "Traceback" in err) == (1, False)
-    assert err.startswith(f"error: checkpoint manifest {manifest.relative_to(tmp_path / 'store')} cannot be parsed")
+    assert err.startswith(f"error: {manifest.relative_to(tmp_path / 'store')} cannot be parsed")
 
 
 def test_the_score_of_a_checkpoint_that_was_evaluated_after_all_checkpoints_is_that_of_the_history(uri, capsys):
@@ -235,7 +235,14 @@ def test_metrics_of_a_run_without_such_rows_says_so_beside_the_output(tmp_path, 
     assert run(capsys, "metrics", store.uri, "--kind", "eval") == (0, "", "the run has no rows of kind eval yet\n")
 
 
-@pytest.mark.parametrize("command", ["metrics", "tensorboard"])
+def test_report_of_a_run_that_has_yet_to_begin_is_a_page_that_says_so(tmp_path, capsys):
+    store = open_store(f"file://{tmp_path}/young")
+    store.put_once(keys.RUN, run_record().to_json())
+    code, page, _ = run(capsys, "report", store.uri, "-o", "-")
+    assert code == 0 and "no run here yet" in page
+
+
+@pytest.mark.parametrize("command", ["metrics", "report", "tensorboard"])
 def test_an_address_without_a_run_is_no_run_without_rows(command, tmp_path, capsys):
     code, _, err = run(capsys, command, f"file://{tmp_path}/typo", "-o", f"{tmp_path}/out")
     assert code == 64 and "no run at" in err and "Check the URI" in err
@@ -259,5 +266,5 @@ def test_a_run_directory_whose_record_was_cut_short_is_told_with_the_remedy(tmp_
     (tmp_path / "storage.json").write_bytes(b'{"uri": "fi')
     code, _, err = run(capsys, "status", str(tmp_path))
     assert code == 64
-    assert f"{tmp_path}/storage.json names no storage any more: Invalid JSON" in err
+    assert f"{tmp_path}/storage.json names no storage any more: is no valid JSON" in err
     assert "Delete it; `tba run` with the run's --storage writes it again" in err

@@ -4,7 +4,7 @@ import pytest
 import yaml
 from support.jobs import smallest
 
-from tba.cli.local_plan import num_cores, plan
+from tba.cli.local_plan import check_files, num_cores, plan
 from tba.cli.local_run import lock_directory
 from tba.contracts.errors import UserError
 
@@ -168,6 +168,40 @@ def test_a_trainer_with_a_searcher_of_its_own_waits_for_nobody_and_needs_the_rew
 def test_a_missing_file_is_told_before_anything_starts(job_file, override, field):
     with pytest.raises(UserError, match=rf"{field}: no such file or directory, got file:///nowhere"):
         make(job_file, overrides=[override])
+
+
+def refuses(job_file, override, **changes):
+    with pytest.raises(UserError, match=r"no such file or directory, .*; only a run .* can do without it$"):
+        make(job_file, overrides=[override], **changes)
+
+
+@pytest.mark.parametrize(
+    ("override", "begun", "saved"),
+    [
+        ("task.prompts.uri=file:///nowhere/train.jsonl", True, False),
+        ("task.evaluation.prompts.uri=file:///nowhere/test.jsonl", True, False),
+        ("model.uri=file:///nowhere/model", True, True),
+    ],
+)
+def test_a_run_is_asked_for_files_only_as_long_as_it_reads_them(job_file, override, begun, saved):
+    job = make(job_file, overrides=[override], storage="file:///elsewhere").job  # where a run may be
+    check_files(job, begun=begun, saved=saved)
+    with pytest.raises(UserError, match=r"no such file or directory, .*; only a run .* can do without it$"):
+        check_files(job, begun=begun and saved)
+
+
+def test_a_fork_needs_no_model_of_its_own(job_file):
+    check_files(make(job_file, overrides=["forkFrom={uri: s3://b/first, step: 3}", "model.uri=file:///nowhere/m"]).job)
+
+
+def test_only_a_directory_that_has_been_run_in_can_do_without_files_and_not_if_it_is_cleared(job_file):
+    override = "task.prompts.uri=file:///nowhere/train.jsonl"
+    for storage in ("local", "embedded"):
+        refuses(job_file, override, storage=storage)
+    (job_file.parent / "run").mkdir()
+    (job_file.parent / "run" / "storage.json").touch()
+    assert make(job_file, overrides=[override]).storage.uri.endswith("/run/store")
+    refuses(job_file, override, fresh=True)
 
 
 def test_a_claim_of_a_cluster_cannot_be_used_here(job_file):

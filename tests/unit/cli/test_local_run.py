@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -114,6 +115,22 @@ def test_prompts_that_were_written_after_the_run_began_are_told_to_be_ignored(jo
         LocalRun(planned(job_file, code=64, state="Running")).run()
         told.append(f"warning: {prompts} was written after this run began" in capfd.readouterr().out)
     assert told == [False, False, True]
+
+
+def test_a_run_that_has_begun_goes_on_without_the_file_of_its_prompts(job_file, tmp_path, capfd):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"question": "1", "answer": "1"}')
+    task = {"prompts": {"uri": f"file://{prompts}"}, "reward": {"name": "fake"}}
+    job_file.write_text(yaml.safe_dump(smallest(runPolicy={"backoffLimit": 0}, task=task)))
+    LocalRun(planned(job_file, code=64, state="Running")).run()
+    prompts.unlink()
+    capfd.readouterr()
+    LocalRun(planned(job_file, code=64, state="Running")).run()
+    assert "resumes: the store holds this run at step 120 (Running)" in capfd.readouterr().out
+    shutil.rmtree(job_file.parent / "run" / "store")
+    with pytest.raises(UserError, match=f"no such file or directory, got file://{prompts}: make it"):
+        LocalRun(planned(job_file)).run()
+    assert "started, pid" not in capfd.readouterr().err
 
 
 def test_another_jobs_run_is_refused_before_anything_is_started(job_file, capfd):

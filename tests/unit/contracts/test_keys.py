@@ -82,3 +82,22 @@ def test_window_of_a_prefix_is_read_even_if_the_file_name_is_foreign(window):
 def test_two_nonces_differ():
     assert keys.new_nonce() != keys.new_nonce()
     assert len(keys.new_nonce()) == 32
+
+
+@given(st.one_of(*KEYS.values()))
+def test_every_path_of_the_module_names_an_object_of_a_run(key):
+    assert keys.names_run_object(key.path)
+
+
+@pytest.mark.parametrize(
+    "path", [keys.prompts_key("0" * 64), keys.reward_key("0" * 64), keys.pin_key(3), f"probe/{'0' * 32}/race"]
+)
+def test_plain_keys_name_objects_of_a_run(path):
+    assert keys.names_run_object(path)
+
+
+@pytest.mark.parametrize(
+    "path", [keys.LATEST, keys.RUN, "pins/3", "prompts/train.arrow", "probe/x", "shards/", "x/" + keys.pin_key(3)]
+)
+def test_what_anybody_may_have_written_names_no_object_of_a_run(path):
+    assert not keys.names_run_object(path)

@@ -101,5 +101,5 @@ def test_a_run_is_the_same_run_whatever_its_live_fields_say():
 
 
 def test_a_latest_that_cannot_be_parsed_is_a_damaged_object():
-    with pytest.raises(CorruptObject, match="restore it by hand"):
+    with pytest.raises(CorruptObject, match=r"^latest cannot be parsed: is no valid JSON .*; restore it from a copy"):
         Latest.parse(b'{"commit": 2')

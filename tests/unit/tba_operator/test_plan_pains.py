@@ -4,7 +4,7 @@ import pytest
 from support.job_world import NAME, STATEFUL_SET, World, job_ref, said
 
 from tba.contracts.history import Alert
-from tba_operator.api import known_fields
+from tba.contracts.newer import known_fields
 from tba_operator.crd import custom_resource_definition
 from tba_operator.world import ApplyError, ProgressSample
 

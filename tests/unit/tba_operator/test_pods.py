@@ -159,6 +159,7 @@ def test_the_trainer_finds_everything_it_reads():
         "TBA_EVALUATION_HF_TOKEN": {"secretKeyRef": {"name": "hub3", "key": "HF_TOKEN"}},
         "TBA_CONFIG_MAPS_DIR": "/etc/tba/configmaps",
         "TBA_PVC_DIR": "/mnt/pvc",
+        "TBA_SEARCHER_SET": "gsm8k-searcher",
         "TBA_GRACE_SECONDS": "585",
         "OMP_NUM_THREADS": {"resourceFieldRef": {"resource": "limits.cpu", "divisor": "1"}},
     }

@@ -1,4 +1,5 @@
 import asyncio
+import json
 
 import pytest
 from aiohttp import ClientSession, web
@@ -213,9 +214,25 @@ def test_only_running_trainers_with_an_address_are_asked_and_the_newest_of_them(
     assert running_trainers(Caches({}, {}, {KEY: pods[:3]})) == {}
 
 
-def test_what_is_no_progress_is_told():
-    with pytest.raises(Unreachable, match="no progress"):
-        parse_progress(b"<html>", trainer())
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b"<html>", "t: no progress: expected value at line 1 column 1$"),
+        (b"7", "t: no progress: "),
+        (b"[" * 5000, "t: no progress: recursion limit exceeded"),
+        (b"{}", "t: no progress: runId: is required, got nothing"),
+    ],
+)
+def test_what_is_no_progress_is_told(body, told):
+    with pytest.raises(Unreachable, match=told):
+        parse_progress(body, trainer())
+
+
+def test_the_progress_of_a_trainer_of_a_newer_release_is_read_without_what_is_new_in_it():
+    known = progress(alerts=[{"reason": "SyncStalled", "message": "m"}])
+    newer = json.loads(known.to_json())
+    newer["ofTheFuture"] = newer["alerts"][0]["ofTheFuture"] = {"a": [1]}
+    assert parse_progress(json.dumps(newer).encode(), trainer()) == known
 
 
 def test_through_the_api_server_the_pods_own_answer_is_read():

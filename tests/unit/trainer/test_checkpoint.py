@@ -128,8 +128,16 @@ def test_facts_of_the_loop_come_back_from_a_checkpoint():
     store = MemoryStore()
     facts = LoopFacts("weights/x", [IngestEntry(before_step=3, key="k", num_rows=2)], ["shards/readme", "shards/a"])
     saved = TrainerState({}, {"shard_paths": {}, **facts.to_json()})
-    again = LoopFacts.of(read_checkpoint(store, write_checkpoint(store, manifest(0), saved))[1].facts)
+    key = write_checkpoint(store, manifest(0), saved)
+    again = LoopFacts.of(read_checkpoint(store, key)[1].facts, key)
     assert again == LoopFacts("weights/x", list(facts.carried), ["shards/a", "shards/readme"])
+
+
+@pytest.mark.parametrize(("fact", "value"), [("carried", ['{"later": 1}']), ("live", '{"later": 1}')])
+def test_facts_of_another_release_are_told_by_checkpoint_and_field_in_one_line(fact, value):
+    facts = LoopFacts("weights/x").to_json() | {fact: value}
+    with pytest.raises(CorruptObject, match=rf"^{fact} of checkpoints/key cannot be parsed: .*; restore it [^\n]*$"):
+        LoopFacts.of(facts, "checkpoints/key")
 
 
 @pytest.mark.parametrize("point", ["checkpoint.before_data", "checkpoint.before_manifest"])

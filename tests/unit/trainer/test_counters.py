@@ -10,6 +10,7 @@ from tba.contracts.records import FinishReason, Outcome, ShardHeader, Span, Traj
 from tba.shards.batch import ShardBatch, from_rows
 from tba.trainer.colocated import NAME as COLOCATED
 from tba.trainer.counters import FORGET_SECONDS, RECENT_POLICIES, Counters
+from tba.trainer.progress import Tracker
 
 
 def shard(seq: int, lengths: list[int], rewards: list[float | None], *, version: int = 0, searcher="s-0") -> ShardBatch:
@@ -80,16 +81,19 @@ def test_reward_mean_covers_the_rows_since_it_was_last_taken():
     assert counters.take_reward_mean() == 0.25
 
 
-def test_searchers_not_heard_of_lately_are_not_alive():
+def test_of_all_searchers_those_heard_of_lately_are_counted_without_the_trainers_own_and_those_of_no_pod():
     counters = busy()
-    assert [counters.alive(now) for now in (150.0, 190.0, 191.0, 210.0, 211.0)] == [2, 2, 1, 1, 0]
-
-
-def test_the_trainers_own_searcher_is_none_of_those_that_are_alive():
-    counters = busy()
-    own = shard(0, [1], [1.0], searcher="s-9")
-    counters.ingested(replace(own, header=own.header.model_copy(update={"searcher": COLOCATED})), now=150.0)
-    assert len(counters.searchers) == 3 and counters.alive(150.0) == 2
+    for number, name in enumerate((COLOCATED, "extra-0", "s-0-x"), 7):
+        made = shard(0, [1], [1.0], searcher=f"other-{number}")
+        counters.ingested(replace(made, header=made.header.model_copy(update={"searcher": name})), now=150.0)
+    found = []
+    for searcher_set in ("s", None):
+        tracker = Tracker(20, searcher_set=searcher_set)
+        for now in (150.0, 190.0, 191.0, 210.0, 211.0):
+            tracker.heard_of(counters.searchers.values(), now)
+            found.append(tracker.progress().searchers)
+    assert len(counters.searchers) == 5
+    assert found == [2, 2, 1, 1, 0, 4, 4, 3, 3, 0]
 
 
 def test_length_row_holds_both_histograms():

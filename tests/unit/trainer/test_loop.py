@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import threading
 import time
 from operator import attrgetter
@@ -274,6 +275,18 @@ def test_a_shard_lost_between_two_trainers_costs_its_rows_and_not_the_run(tmp_pa
     assert learner.counters.quarantined_shards == 1 and learner.counters.ingested_rows == 8
     run.trainer()
     assert run.ready.lost == [], "told once: the next checkpoint does not name it any more"
+
+
+def test_a_run_that_has_begun_needs_no_prompts_file_and_with_a_checkpoint_no_model(tmp_path):
+    run = Run(tmp_path, min_initial=100)
+    run.trainer()  # ends before its first checkpoint
+    (tmp_path / "prompts.jsonl").unlink()
+    run.trainer()
+    assert run.ready.fresh
+    stopped_when(run, lambda trainer: run.ready.committer.latest.checkpoint is not None)
+    shutil.rmtree(tmp_path / "model")
+    run.trainer()
+    assert not run.ready.fresh and len(run.ready.prompts) == 4
 
 
 def test_an_object_that_is_no_shard_is_counted_once_whatever_number_of_trainers_see_it(tmp_path):

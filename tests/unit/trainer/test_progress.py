@@ -6,16 +6,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support.learning import feed, live_config, make_learner, make_shard
+from support.scaling_run import START, autoscaling
+from support.scaling_run import job as scaled_job
 
 from tba import telemetry
 from tba.contracts.records import Latest, RunState
 from tba.report.history import assemble
 from tba.report.split import trainer_time
+from tba.trainer.colocated import NAME as COLOCATED
+from tba.trainer.counters import SearcherTally
 from tba.trainer.learner import StepResult
 from tba.trainer.optim import Update
 from tba.trainer.phases import Timing
 from tba.trainer.progress import StepMetrics, Tracker, sample_row, step_row
 from tba.trainer.sampling import BatchPlan
+from tba_operator.scaling import decide
+from tba_operator.world import ProgressSample, ScalingMemory
 
 PHASES = {"wait_data": 0.5, "wait_storage": 0.25, "reference": 0.125, "forward_backward": 1.25, "optimizer": 0.25,
           "stage": 0.25, "other": 0.375}  # fmt: skip
@@ -209,6 +215,41 @@ def test_progress_carries_speed_checkpoint_and_alerts_and_a_complete_run_has_no_
     assert [alert.reason for alert in progress.alerts] == ["NoRewardSignal"]
     live.state = "Complete"
     assert live.progress().alerts == []
+
+
+def scaled(elsewhere: dict[str, float], *, searcher_set: str | None = "run-searcher") -> ScalingMemory:
+    """What the autoscaler has decided after ten minutes of 4 pods, 2 rows/s each, beside searchers of these rates."""
+    live = tracker(state="Training", searcher_set=searcher_set)
+    for _ in range(3):
+        live.rates.stepped(8.0, now=0.0)  # 128 rows in 8 s: 16 rows/s
+    heard = []
+    for name, rate in ({f"run-searcher-{i}": 2.0 for i in range(4)} | elsewhere).items():
+        for up_seconds in (10.0, 20.0):
+            live.delivered(name, name, round(10 * rate), up_seconds=up_seconds, now=time.monotonic())
+        heard.append(SearcherTally(name, first_seen=time.time(), last_seen=time.time()))
+    memory = None
+    for at in range(0, 600, 10):
+        live.heard_of(heard, time.time())
+        found = ProgressSample(live.progress(), START + at)
+        memory = decide(autoscaling(), 4, memory, found, job=scaled_job(replicas=4), ready=4, now=START + at)
+    assert memory is not None
+    return memory
+
+
+def test_searchers_that_run_elsewhere_neither_keep_the_rate_unknown_nor_change_the_number_of_pods():
+    alone = scaled({})
+    assert (alone.rate.value, alone.desired) == (pytest.approx(2.0), 8)
+    elsewhere = {"extra-0": 90.0, "run-searcher-x": 0.1, "other-searcher-3": 5.0, COLOCATED: 0.1}
+    assert scaled(elsewhere) == alone
+    unaware = scaled(elsewhere, searcher_set=None)  # as by a pod of an older operator
+    assert (unaware.rate.value, unaware.desired) == (None, 4)
+
+
+@pytest.mark.parametrize("given", [{}, {"TBA_SEARCHER_SET": ""}])
+def test_whom_nobody_tells_the_set_of_searchers_counts_all(given):
+    assert Tracker.of(20, given).searcher_set is None
+    told = Tracker.of(20, {"TBA_SEARCHER_SET": "run-searcher", "TBA_POD_UID": "u"})
+    assert (told.searcher_set, told.progress().pod_uid) == ("run-searcher", "u")
 
 
 def test_a_trainer_that_finds_the_run_ended_tells_how_far_it_came():

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from tba.contracts import keys
-from tba.contracts.errors import CorruptObject, UserError
+from tba.contracts.errors import UserError
+from tba.contracts.parse import parse_object
 from tba.contracts.records import CheckpointManifest, Latest, SnapshotManifest
 from tba.protocol.lineage import is_discarded, surviving
 from tba.snapshots.manifest import fetch_manifest
@@ -38,10 +39,7 @@ def checkpoints(store: ObjectStore) -> Iterator[tuple[str, CheckpointManifest]]:
             data = store.get(key).data
         except NotFound:
             return
-        try:
-            manifest = CheckpointManifest.model_validate_json(data)
-        except ValueError as error:
-            raise CorruptObject(f"checkpoint manifest {key} cannot be parsed: {error}") from error
+        manifest = parse_object(CheckpointManifest, key, data)
         yield key, manifest
         key = manifest.parent
 

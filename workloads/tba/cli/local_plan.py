@@ -14,7 +14,7 @@ from tba import trace
 from tba.cli.cards import Cards, share_out, visible_cards
 from tba.cli.jobfile import absolute_uri, load_job
 from tba.cli.supervisor import Program, RestartPolicy
-from tba.cli.target import RUNS, StorageTarget
+from tba.cli.target import RUNS, STORAGE_FILE, StorageTarget
 from tba.contracts.config import Engine
 from tba.contracts.errors import UserError
 from tba.contracts.job import TBAJob
@@ -172,7 +172,6 @@ def plan(
     """
     job = load_job(job_file, overrides)
     refuse_unsupported(job.spec.run_config())
-    _check_files(job)
     reward_source(job.spec.task.reward, job_file.resolve().parent)
     notes: list[str] = []
     directory = (run_dir or RUNS / job.metadata.name).resolve()
@@ -181,6 +180,8 @@ def plan(
         raise UserError(
             f"--fresh deletes local runs only, got --storage {storage}: use `tba storage delete URI`, or another prefix"
         )
+    if fresh or not _may_hold_run(storage, directory):
+        check_files(job)
     spec = job.spec
     if spec.searcher.engine.type == "vllm" and not (can_run_vllm or _can_run_vllm)():
         notes.append("engine vllm needs a GPU and the package vllm: transformers is taken instead")
@@ -214,6 +215,26 @@ def plan(
         fresh=fresh,
         notes=tuple(notes),
     )
+
+
+def check_files(job: TBAJob, *, begun: bool = False, saved: bool = False) -> None:
+    """A missing file is told before processes start. Raises: UserError.
+
+    A run that has `begun` has its prompts in the bucket, one that has `saved` a checkpoint its model too.
+    """
+    spec, task = job.spec, job.spec.task
+    if not saved and spec.fork_from is None:
+        _check_uri("spec.model.uri", spec.model.uri, "a run with a checkpoint")
+    if begun:
+        return
+    for field, prompts in (
+        ("spec.task.prompts", task.prompts),
+        ("spec.task.evaluation.prompts", task.evaluation.prompts),
+    ):
+        if prompts and prompts.uri:
+            _check_uri(f"{field}.uri", prompts.uri, "a run that has begun")
+        if prompts and prompts.config_map_ref:
+            config_map_file(prompts.config_map_ref, field)
 
 
 def _shared_cards(cards: Cards, engine: Engine) -> list[str]:
@@ -265,22 +286,20 @@ def _check_turns(job: TBAJob, num_searchers: int) -> None:
         )
 
 
-def _check_files(job: TBAJob) -> None:
-    """A missing file is told before processes start."""
-    task = job.spec.task
-    held_out = task.evaluation.prompts
-    for field, uri in (
-        ("spec.model.uri", job.spec.model.uri),
-        ("spec.task.prompts.uri", task.prompts.uri),
-        ("spec.task.evaluation.prompts.uri", held_out.uri if held_out else None),
-    ):
-        if uri and uri.startswith("file://") and not Path(uri.removeprefix("file://")).exists():
-            raise UserError(f"{field}: no such file or directory, got {uri}: make it, or correct the path")
-        if uri and uri.startswith("pvc://"):
-            claim_path(uri, field)
-    for field, prompts in (("spec.task.prompts", task.prompts), ("spec.task.evaluation.prompts", held_out)):
-        if prompts and prompts.config_map_ref:
-            config_map_file(prompts.config_map_ref, field)
+def _check_uri(field: str, uri: str, needless: str) -> None:
+    """`needless`: who needs no such file any more."""
+    if uri.startswith("file://") and not Path(uri.removeprefix("file://")).exists():
+        raise UserError(
+            f"{field}: no such file or directory, got {uri}: make it, or correct the path; "
+            f"only {needless} can do without it"
+        )
+    if uri.startswith("pvc://"):
+        claim_path(uri, field)
+
+
+def _may_hold_run(storage: str, directory: Path) -> bool:
+    """A store in this directory holds a run only if `tba run` has been here; any other has to be asked."""
+    return storage not in ("local", EMBEDDED) or (directory / STORAGE_FILE).is_file()
 
 
 def _can_run_vllm() -> bool:

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from tba.cli.exit import INTERRUPTED, TERMINATED, tell
 from tba.cli.feed import Feed
-from tba.cli.local_plan import Plan
+from tba.cli.local_plan import Plan, check_files
 from tba.cli.screen import Screen
 from tba.cli.supervisor import Supervisor
 from tba.cli.target import STORAGE_FILE, StorageTarget, open_address
@@ -54,20 +54,25 @@ class LocalRun:
             write_config(self._plan.config_directory, self._plan.job, base_dir=str(self._plan.job_file.parent))
             self._say(self._plan.describe())
             with Feed(open_address(target), progress_port=free_port()) as feed:
-                self._refuse_other_runs(feed)
+                found = feed.first_look()
+                self._refuse_other_runs(found)
+                check_files(
+                    self._plan.job,
+                    begun=found.run is not None,
+                    saved=found.latest is not None and found.latest.checkpoint is not None,
+                )
                 (directory / STORAGE_FILE).write_bytes(target.to_json())
                 code = self._supervise(feed, environment)
                 return self._close(code, feed.refresh_now())
 
-    def _refuse_other_runs(self, feed: Feed) -> None:
+    def _refuse_other_runs(self, found: History) -> None:
         """Before anything is started: a searcher of ours would add rows to a run that is not.
 
         Raises: UserError; StoreUnavailable, since a run that cannot be read can be anybody's.
         """
-        found = feed.first_look().run
-        if found is not None:
+        if found.run is not None:
             refuse_foreign(
-                found,
+                found.run,
                 read_run_file(self._plan.config_directory),
                 adopt=self._plan.job.spec.storage.adopt,
             )

@@ -19,8 +19,11 @@ def command(
 ) -> None:
     """Write one self-contained page: figures, evaluations, searchers, samples, quarantine, configuration."""
     from tba.report.page import build_report
+    from tba.run_record import read_run_record
 
-    page = build_report(open_target(run, endpoint=endpoint, region=region))
+    store = open_target(run, endpoint=endpoint, region=region)
+    read_run_record(store)  # an empty page must not stand for a wrong address
+    page = build_report(store)
     if str(output) == "-":
         typer.echo(page.encode(), nl=False)  # bytes: the page says that it is UTF-8, whatever the locale is
         return

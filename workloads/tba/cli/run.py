@@ -39,7 +39,7 @@ def command(
 ) -> int:
     """Run JOB here: trainer and searchers as processes, live progress. Ctrl-C stops cleanly, rerun resumes."""
     from tba.cli.exit import raise_on_sigterm
-    from tba.cli.local_plan import plan
+    from tba.cli.local_plan import check_files, plan
     from tba.cli.local_run import LocalRun
 
     planned = plan(job, overrides=overrides or [], searchers=searchers, storage=storage, run_dir=run_dir, fresh=fresh)
@@ -52,6 +52,7 @@ def command(
         with loading("torch"):  # and transformers: a run has them in its processes only
             from tba.cli.preflight import check_inputs
 
+        check_files(planned.job)  # as if the run had yet to begin
         found = check_inputs(planned)
         document = planned.to_dict() | found.to_dict()
         typer.echo(json.dumps(document, indent=2) if as_json else f"{planned.describe()}\n{found.describe()}")

@@ -1,6 +1,7 @@
 """`tba storage`: check that a store keeps its promises, serve one for development, sweep or delete a run."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
@@ -8,6 +9,9 @@ from typing import Annotated
 import typer
 
 from tba.cli.target import Endpoint, Region, StorageTarget, open_address
+from tba.contracts.errors import UserError
+from tba.contracts.keys import LATEST, RUN, names_run_object
+from tba.store import NotFound, ObjectStore
 
 app = typer.Typer(no_args_is_help=True, help="Check or serve the storage of runs, sweep or delete a run.")
 _UriArgument = Annotated[str, typer.Argument(metavar="URI", help="s3://bucket/prefix or file://directory")]
@@ -102,19 +106,10 @@ def delete(
     endpoint: Endpoint = None,
     region: Region = None,
 ) -> None:
-    """Delete one run with everything it stored. Refuses a prefix that holds no run.json."""
-    from tba.contracts.errors import UserError
-    from tba.contracts.keys import LATEST, RUN
-    from tba.store import NotFound
-
+    """Delete one run with everything it stored, or what is left of one. Refuses any other prefix."""
     store = open_address(StorageTarget(uri=uri, endpoint=endpoint, region=region))
     try:
-        try:
-            store.head(RUN)
-        except NotFound as error:
-            raise UserError(
-                f"{store.uri} holds no {RUN}, so it is not the root of a run; nothing was deleted: correct the URI"
-            ) from error
+        _require_run(store)
         if not yes:
             typer.confirm(f"Delete everything under {store.uri}?", abort=True)
         keys = [info.key for info in store.list_after("")]
@@ -126,3 +121,29 @@ def delete(
         typer.echo(f"deleted {len(keys)} objects of {store.uri}")
     finally:
         store.close()
+
+
+def _require_run(store: ObjectStore) -> None:
+    """Raises: UserError unless the store holds a run, or nothing but what is left of one.
+
+    Whoever still wrote while a run was deleted leaves objects that nothing else would ever remove.
+    """
+    try:
+        store.head(RUN)
+    except NotFound as error:
+        foreign = _foreign(info.key for info in store.list_after("") if info.key != LATEST)
+        if foreign:
+            raise UserError(
+                f"{store.uri} holds no {RUN} but {foreign}, so it is not the root of a run; nothing was deleted: "
+                "correct the URI"
+            ) from error
+
+
+def _foreign(paths: Iterable[str]) -> str | None:
+    """What shows that these keys are not the remains of a run: one that no run writes, or that there are none."""
+    found: str | None = "nothing else"
+    for path in paths:
+        if not names_run_object(path):
+            return path
+        found = None
+    return found

@@ -12,6 +12,7 @@ from tba.cli.waiting import ATTENDED, WaitTeller
 from tba.contracts.base import Contract
 from tba.contracts.config import Storage
 from tba.contracts.errors import UserError
+from tba.contracts.explain import first_fault
 from tba.store import open_store
 from tba.store.protocol import ObjectStore
 
@@ -43,7 +44,7 @@ class StorageTarget(Contract):
             return cls.model_validate_json(path.read_bytes())
         except ValidationError as error:
             raise UserError(
-                f"{path} names no storage any more: {error.errors()[0]['msg']}. "
+                f"{path} names no storage any more: {first_fault(error)}. "
                 "Delete it; `tba run` with the run's --storage writes it again, other commands take the storage URI"
             ) from error
 

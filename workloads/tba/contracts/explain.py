@@ -1,6 +1,7 @@
 """Turn a pydantic ValidationError into one readable UserError: field, what is wrong, got, remedy.
 
-Field paths are camelCase as users write them; an unknown field names the closest known one.
+Field paths are camelCase as users write them; an unknown field names the closest known one. What machines write is
+explained by its first fault alone.
 """
 
 import difflib
@@ -15,6 +16,7 @@ from tba.contracts.base import Contract
 from tba.contracts.errors import UserError
 
 _MAX_GOT_CHARS = 80
+_MAX_FAULT_CHARS = 300
 # Messages without a comparison in `ctx`: what is wrong, in the words of whoever writes the file.
 _WRONG = {
     "missing": "is required",
@@ -29,7 +31,6 @@ _WRONG = {
     "int_from_float": "must be a whole number",
     "float_parsing": "must be a number",
     "float_type": "must be a number",
-    "json_invalid": "is no valid JSON",
 }
 _BOUNDS = (("gt", "> "), ("ge", ">= "), ("lt", "< "), ("le", "<= "))
 
@@ -49,6 +50,20 @@ def explain(error: ValidationError, source: str) -> UserError:
     body = "\n".join(f"  {path}: {' or '.join(wrong)}; {remedies[path]}" for path, wrong in lines.items())
     count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
     return UserError(f"{source}: {count}\n{body}")
+
+
+def first_fault(error: ValidationError) -> str:
+    """What is wrong with a record that a machine wrote: its first wrong field, the reason and what it got; one line.
+
+    Bytes of a bucket are anybody's: control characters go, and the line is cut.
+    """
+    item = error.errors(include_url=False)[0]
+    path, owner, field = _resolve(item["loc"], _model_named(error.title))
+    wrong, _ = _describe(dict(item), owner, field)
+    told = f"{path}: {wrong}" if item["loc"] else wrong
+    line = " ".join("".join(c if c.isprintable() else " " for c in told).split())
+    more = error.error_count() - 1
+    return _cut(line, _MAX_FAULT_CHARS) + (f" (and {more} more)" if more else "")
 
 
 def closest(word: str, known: Sequence[str]) -> str | None:
@@ -128,6 +143,8 @@ def _describe(item: dict[str, Any], owner: type[BaseModel] | None, field: FieldI
     if kind == "missing":
         return f"is required, got nothing{_meaning(field)}", "add it"
     got = _got(item["input"])
+    if kind == "json_invalid":
+        return f"is no valid JSON ({context['error']}), got {got}", "correct it"
     bound = next((f"{sign}{context[name]:.12g}" for name, sign in _BOUNDS if name in context), None)
     if bound:
         return f"must be {bound}, got {got}", f"set a value {bound}{_default(field)}"
@@ -149,8 +166,11 @@ def _unknown(name: str, value: Any, owner: type[BaseModel] | None) -> tuple[str,
 
 
 def _got(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _MAX_GOT_CHARS else f"{text[: _MAX_GOT_CHARS - 1]}…"
+    return _cut(repr(value), _MAX_GOT_CHARS)
+
+
+def _cut(text: str, max_chars: int) -> str:
+    return text if len(text) <= max_chars else f"{text[: max_chars - 1]}…"
 
 
 def _default(field: FieldInfo | None) -> str:

@@ -215,12 +215,12 @@ class Progress(Contract):
     replay_ratio: float | None
     eta_seconds: float | None
     searchers: int
-    """Incarnations heard of in the last 60 s."""
+    """Incarnations heard of in the last 60 s; in a cluster those of the job's StatefulSet. For the autoscaler."""
     last_updated_time: float
     checkpoint_step: int | None = None
     """Of the newest durable checkpoint; null: none yet."""
     steps_per_busy_second: float | None = None
     """Optimizer steps per second of not waiting, over the last minutes; null until known. For the autoscaler."""
     trajectories_per_searcher_second: float | None = None
-    """Rows ingested per second and searcher heard of, over the last minutes; null until known. For the autoscaler."""
+    """Rows ingested per second and one of `searchers`, over the last minutes; null until known. For the autoscaler."""
     alerts: list[Alert] = Field(default_factory=list)

@@ -5,6 +5,7 @@ Keys are relative to the run's root. Each `*Key` round-trips: `XKey.parse(key.pa
 
 import re
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
 
@@ -22,6 +23,8 @@ INGEST = "ingest/"
 PROMPTS = "prompts/"
 REWARDS = "rewards/"
 PINS = "pins/"
+PROBE = "probe/"
+"""Where a store is tried before a run; removed again, but for a process that is killed meanwhile."""
 
 _HEX = r"[0-9a-f]{32}"
 _NAME = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
@@ -224,3 +227,16 @@ def pin_key(step: int) -> str:
     """`pins/{step:010d}`: its presence keeps that step's checkpoint from the sweep."""
     _check("step", step, 10)
     return f"{PINS}{step:010d}"
+
+
+_PATH_KEYS = (ShardKey, WeightsKey, CheckpointKey, EvalKey, LogKey)
+_PLAIN_KEYS = rf"prompts/[0-9a-f]{{64}}\.arrow|rewards/[0-9a-f]{{64}}\.py|pins/\d{{10}}|{PROBE}{_HEX}/.*"
+
+
+def names_run_object(path: str) -> bool:
+    """Whether this key is one that runs alone write. Not so `latest` and `run.json`: anybody may name an object so."""
+    for kind in _PATH_KEYS:
+        with suppress(ValueError):
+            kind.parse(path)
+            return True
+    return re.fullmatch(_PLAIN_KEYS, path) is not None

@@ -13,7 +13,8 @@ from pydantic import Field
 
 from tba.contracts.base import Contract
 from tba.contracts.config import LiveConfig, RunConfig
-from tba.contracts.errors import CorruptObject
+from tba.contracts.keys import LATEST
+from tba.contracts.parse import parse_object
 
 SCHEMA_VERSION = 1
 
@@ -215,10 +216,7 @@ class Latest(Contract):
     @classmethod
     def parse(cls, data: bytes) -> "Latest":
         """Raises: CorruptObject."""
-        try:
-            return cls.model_validate_json(data)
-        except ValueError as error:
-            raise CorruptObject(f"latest cannot be parsed, got {data[:200]!r}: restore it by hand") from error
+        return parse_object(cls, LATEST, data)
 
 
 class IngestState(Contract):

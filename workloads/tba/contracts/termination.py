@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from tba.contracts.base import Contract
 from tba.contracts.history import Progress
+from tba.contracts.newer import read_known
 
 MAX_BYTES = 4096
 MAX_MESSAGE_CHARS = 2000
@@ -24,8 +25,8 @@ class Termination(Contract):
 def read_termination(text: str) -> Termination | None:
     """A container's termination message; null if it is none of ours (a killed process, the end of a log)."""
     try:
-        return Termination.model_validate_json(text)
-    except ValidationError:
+        return read_known(Termination, text)
+    except ValueError:
         return None
 
 

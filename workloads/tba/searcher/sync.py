@@ -185,10 +185,10 @@ class Poller:
             return
         self._check_run()
         try:
-            latest = Latest.model_validate_json(stored.data)
-        except ValidationError as error:
-            self.detail = f"`{LATEST}` cannot be read: {error}"
-            log.error(SNAPSHOT_REJECTED, key=LATEST, error=str(error)[:300])
+            latest = Latest.parse(stored.data)
+        except CorruptObject as error:
+            self.detail = str(error)
+            log.error(SNAPSHOT_REJECTED, key=LATEST, error=self.detail)
             return
         with self._lock:
             self._latest, self._etag = latest, stored.etag

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from tba.arrow import ArrowFile, Column, read_single_batch, write_single_batch
 from tba.contracts.errors import CorruptObject
+from tba.contracts.explain import first_fault
 from tba.contracts.records import FinishReason, ShardHeader, Trajectory
 from tba.shards.batch import OUTCOMES, ShardBatch, fault, from_rows
 
@@ -68,7 +69,9 @@ def encode_shard(header: ShardHeader, rows: Sequence[Trajectory]) -> bytes:
     try:
         ShardHeader.model_validate_json(text)
     except ValidationError as error:
-        raise ValueError(f"shard {header.id}: header does not survive JSON, stats must be finite: {error}") from error
+        raise ValueError(
+            f"shard {header.id}: header does not survive JSON, stats must be finite: {first_fault(error)}"
+        ) from error
     schema = SCHEMA.with_metadata({_HEADER: text, _HASH: _content_hash(text, batch).encode()})
     return write_single_batch(schema, _arrow_columns(batch))
 
@@ -89,7 +92,7 @@ def decode_shard(
     try:
         header = ShardHeader.model_validate_json(text)
     except ValidationError as error:
-        raise CorruptObject(f"shard: header is not valid: {str(error)[:200]}") from error
+        raise CorruptObject(f"shard: header is not valid: {first_fault(error)}") from error
     what = f"shard {header.incarnation}/{header.seq}"
     if run_id is not None and header.run != run_id:
         raise CorruptObject(f"{what}: belongs to run {header.run!r}, expected {run_id!r}: a foreign shard")

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
-from pydantic import ValidationError
-
 from tba.contracts.errors import CorruptObject
 from tba.contracts.keys import WeightsKey
+from tba.contracts.parse import parse_object
 from tba.contracts.records import SnapshotManifest
 from tba.hashing import xxh3_128
 from tba.store.protocol import NotFound, ObjectStore
@@ -24,11 +23,7 @@ def fetch_manifest(store: ObjectStore, manifest_key: str) -> SnapshotManifest:
     key = WeightsKey.parse(manifest_key)
     if key.path != manifest_key:
         raise ValueError(f"not a manifest key: {manifest_key!r}, expected {key.path!r}")
-    data = store.get(manifest_key).data
-    try:
-        manifest = SnapshotManifest.model_validate_json(data)
-    except ValidationError as error:
-        raise CorruptObject(f"{manifest_key}: not a manifest ({len(data)} bytes): {str(error)[:300]}") from error
+    manifest = parse_object(SnapshotManifest, manifest_key, store.get(manifest_key).data)
     found = WeightsKey(manifest.version, manifest.epoch, manifest.nonce)
     if found != key:
         raise CorruptObject(f"{manifest_key}: holds the manifest of {found.path}")

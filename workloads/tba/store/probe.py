@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from tba.contracts.errors import CorruptObject, UserError
+from tba.contracts.keys import PROBE, new_nonce
 from tba.store.protocol import AlreadyExists, Conflict, NotFound, ObjectStore
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def probe(store: ObjectStore, *, clock: Callable[[], float] = time.time) -> list
 
     Raises: UserError or StoreUnavailable if the store cannot be used at all.
     """
-    prefix = f"probe/{secrets.token_hex(16)}/"
+    prefix = f"{PROBE}{new_nonce()}/"
     checks: list[Callable[[], ProbeResult]] = [
         lambda: _round_trip(store, prefix),
         lambda: _create_race(store, prefix),

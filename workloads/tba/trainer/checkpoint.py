@@ -13,6 +13,7 @@ from torch import Tensor
 from tba.contracts.config import LiveConfig
 from tba.contracts.errors import CorruptObject
 from tba.contracts.keys import CheckpointKey
+from tba.contracts.parse import parse_object
 from tba.contracts.records import CheckpointManifest, FileEntry, IngestEntry, ShardId
 from tba.failpoints import failpoint
 from tba.log import CHECKPOINT_REFUSED, CHECKPOINT_RESTORED, log
@@ -58,11 +59,11 @@ class LoopFacts:
         }
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any]) -> Self:
-        """Undo `to_json`."""
-        carried = [IngestEntry.model_validate_json(entry) for entry in facts.get("carried", ())]
+    def of(cls, facts: Mapping[str, Any], manifest_key: str) -> Self:
+        """Undo `to_json`. Raises: CorruptObject if another release wrote them."""
+        carried = [parse_object(IngestEntry, f"carried of {manifest_key}", entry) for entry in facts.get("carried", ())]
         live = facts.get("live")
-        followed = None if live is None else LiveConfig.model_validate_json(live)
+        followed = None if live is None else parse_object(LiveConfig, f"live of {manifest_key}", live)
         return cls(facts["version0"], carried, facts.get("foreign", ()), followed)
 
 
@@ -85,11 +86,7 @@ def write_checkpoint(store: ObjectStore, manifest: CheckpointManifest, state: Tr
 
 def read_manifest(store: ObjectStore, manifest_key: str) -> CheckpointManifest:
     """Raises: NotFound, CorruptObject, AccessDenied, StoreUnavailable."""
-    data = store.get(manifest_key).data  # keys that are refused are a ValueError too, and no damage
-    try:
-        manifest = CheckpointManifest.model_validate_json(data)
-    except ValueError as error:
-        raise CorruptObject(f"checkpoint manifest {manifest_key} cannot be parsed: {error}") from error
+    manifest = parse_object(CheckpointManifest, manifest_key, store.get(manifest_key).data)
     key = CheckpointKey.parse(manifest_key)
     if (manifest.step, manifest.epoch, manifest.nonce) != (key.step, key.epoch, key.nonce):
         raise CorruptObject(f"checkpoint manifest {manifest_key} says step {manifest.step}, epoch {manifest.epoch}")

@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 
 from tba.contracts.history import LengthRow, SearcherRow
-from tba.protocol.liveness import searchers_alive
 from tba.shards import ShardBatch
-from tba.trainer.colocated import NAME as COLOCATED
 from tba.trainer.rows import SCORED
 
 _PLAIN = (
@@ -154,13 +152,6 @@ class Counters:
         return LengthRow(
             epoch=epoch, step=step, time=now, generated=self.generated_lengths, trained=self.trained_lengths
         )
-
-    def alive(self, now: float) -> int:
-        """Searchers heard of lately, one that was restarted once; without the trainer's own.
-
-        The autoscaler trusts their speed only while no more are heard of than it has pods of.
-        """
-        return searchers_alive([t for t in self.searchers.values() if t.searcher != COLOCATED], now)
 
     def state(self) -> dict[str, Any]:
         """JSON of everything."""

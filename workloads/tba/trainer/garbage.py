@@ -7,18 +7,17 @@ latest ─► checkpoint chain ─► listings ─► snapshot manifests ─► 
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from tba.contracts.errors import CorruptObject, Fenced, UserError
 from tba.contracts.keys import CHECKPOINTS, LATEST, MANIFEST, PINS, SHARDS, WEIGHTS
+from tba.contracts.parse import parse_object
 from tba.contracts.records import CheckpointManifest, Latest, ShardId, SnapshotManifest
 from tba.protocol.garbage import Retention, View, garbage, kept_checkpoints
 from tba.store.protocol import NotFound, ObjectInfo, ObjectStore
 
 BATCH_KEYS = 500
 """Deleted between two looks at `latest`."""
-
-_Manifest = TypeVar("_Manifest", CheckpointManifest, SnapshotManifest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +146,7 @@ class Sweeper:
         while key is not None and key not in chain:
             try:
                 if key not in self._checkpoints:
-                    self._checkpoints[key] = _parse(CheckpointManifest, key, self._store.get(key).data)
+                    self._checkpoints[key] = parse_object(CheckpointManifest, key, self._store.get(key).data)
             except NotFound:
                 return chain, False  # swept before: the chain ends here
             except CorruptObject:
@@ -162,18 +161,11 @@ class Sweeper:
         found: dict[str, SnapshotManifest] = {}
         for key in listed:
             try:
-                found[key] = self._snapshots.get(key) or _parse(SnapshotManifest, key, self._store.get(key).data)
+                found[key] = self._snapshots.get(key) or parse_object(SnapshotManifest, key, self._store.get(key).data)
             except (NotFound, CorruptObject):
                 continue  # if it is a root, nothing of weights/ is swept
         self._snapshots = found
         return found
-
-
-def _parse(kind: type[_Manifest], key: str, data: bytes) -> _Manifest:
-    try:
-        return kind.model_validate_json(data)
-    except ValueError as error:
-        raise CorruptObject(f"{key} cannot be parsed as {kind.__name__}: {error}") from error
 
 
 def _named_prefixes(latest: Latest) -> tuple[str, ...]:

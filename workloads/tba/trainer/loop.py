@@ -295,7 +295,7 @@ class Trainer:
         waiting = self._waiting is not None
         self._book = self._intake.take(self._book, waiting=waiting, timeout_seconds=timeout_seconds)
         self.tracker.alarms.data_since = self._intake.arrived_at
-        self.tracker.searchers = self._learner.counters.alive(time.time())
+        self.tracker.heard_of(self._learner.counters.searchers.values(), time.time())
         self.tracker.trajectories = self._learner.counters.ingested_rows
         self._report.summarise_if_due()
 

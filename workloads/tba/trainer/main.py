@@ -92,7 +92,7 @@ def run_trainer(options: TrainerOptions) -> int:
     live = LiveSettings(options.config_dir)
     configure(role="trainer", run=run.name, file=options.log_file)
     heartbeat = telemetry.Heartbeat(STEP_BUDGET_SECONDS)
-    tracker = Tracker(run.config.objective.total_steps, os.environ.get("TBA_POD_UID"))
+    tracker = Tracker.of(run.config.objective.total_steps, os.environ)
     last_words.report_progress(tracker.progress)
     with (
         stop_signals() as stop,

@@ -1,15 +1,20 @@
 """From a step's result to history row, metrics and the `/progress` answer. Pure but for the metrics registry."""
 
+import re
 import time
 from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 
 from tba import telemetry
 from tba.contracts.history import Progress, SampleRow, StepRow
 from tba.contracts.records import Latest
+from tba.protocol.liveness import Heard, searchers_alive
 from tba.trainer.alarms import Alarms
+from tba.trainer.colocated import NAME as COLOCATED
 from tba.trainer.learner import Learner, StepResult
 from tba.trainer.phases import Timing
 from tba.trainer.rates import Rates
@@ -155,6 +160,8 @@ class Tracker:
 
     total_steps: int
     pod_uid: str | None = None
+    searcher_set: str | None = None
+    """StatefulSet of the job's searchers; null: whoever delivers is one of them."""
     run_id: str = ""
     epoch: int = 0
     state: str = "Starting"
@@ -175,6 +182,11 @@ class Tracker:
     rates: Rates = field(default_factory=Rates)
     alarms: Alarms = field(default_factory=Alarms)
 
+    @classmethod
+    def of(cls, total_steps: int, environ: Mapping[str, str]) -> Self:
+        """With what the operator tells a pod."""
+        return cls(total_steps, environ.get("TBA_POD_UID"), environ.get("TBA_SEARCHER_SET") or None)
+
     def claimed(
         self,
         *,
@@ -188,6 +200,25 @@ class Tracker:
         """The run is this trainer's, restored or begun at `step`."""
         self.run_id, self.epoch, self.step = run_id, epoch, step
         self.eval_score, self.trajectories, self.checkpoint_step = eval_score, trajectories, checkpoint_step
+
+    def delivered(self, searcher: str, incarnation: str, rows: int, *, up_seconds: float, now: float) -> None:
+        """A searcher process delivered rows, `up_seconds` after its start. `now`: of `time.monotonic`."""
+        if self._measures(searcher):
+            self.rates.delivered(incarnation, rows, up_seconds, now)
+
+    def heard_of(self, processes: Iterable[Heard], now: float) -> None:
+        """All searcher processes that are known. `now`: Unix seconds."""
+        self.searchers = searchers_alive([p for p in processes if self._measures(p.searcher)], now)
+
+    def _measures(self, searcher: str) -> bool:
+        """Whether the autoscaler may conclude from this one what another would bring: only from those that it starts.
+
+        Not from the trainer's own, which sleeps most of the time, nor from one that somebody runs elsewhere: it may
+        have another GPU, and it is no pod, while the speed is trusted only as long as no more deliver than pods are.
+        """
+        if searcher == COLOCATED:
+            return False
+        return self.searcher_set is None or re.fullmatch(rf"{re.escape(self.searcher_set)}-\d+", searcher) is not None
 
     def found_complete(self, run_id: str, latest: Latest) -> None:
         """An earlier trainer has ended the run."""

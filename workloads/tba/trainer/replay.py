@@ -13,6 +13,7 @@ import torch
 from tba.contracts.config import LiveConfig
 from tba.contracts.errors import CorruptObject, UserError
 from tba.contracts.keys import INGEST, LATEST, LogKey
+from tba.contracts.parse import parse_object
 from tba.contracts.records import CheckpointManifest, IngestEntry, Latest, Lineage, RunRecord
 from tba.models import build_model, load_weights
 from tba.prompts import PromptSet, load_prompt_set
@@ -73,16 +74,9 @@ def surviving_entries(store: ObjectStore, lineage: Lineage) -> Iterator[IngestEn
     for info in store.list_after(INGEST):
         epoch = LogKey.parse(info.key).epoch
         for line in store.get(info.key).data.splitlines():
-            entry = _entry(info.key, line)
+            entry = parse_object(IngestEntry, f"a line of {info.key}", line)
             if epoch in lineage.resume_steps and not is_discarded(lineage, epoch, entry.before_step):
                 yield entry
-
-
-def _entry(key: str, line: bytes) -> IngestEntry:
-    try:
-        return IngestEntry.model_validate_json(line)
-    except ValueError as error:
-        raise CorruptObject(f"{key} holds a line that is no entry of an ingest log, got {line[:80]!r}") from error
 
 
 def replay(

@@ -11,7 +11,6 @@ from tba.contracts.config import LiveConfig
 from tba.contracts.history import EvalRow, EventRow, PublishRow, QuarantineRow
 from tba.log import HOLD_WEAKENED, REFERENCE_CHANGED, SHARD_QUARANTINED, STEP_COMPLETED, log
 from tba.shards import ShardBatch
-from tba.trainer.colocated import NAME as COLOCATED
 from tba.trainer.journal import Journal
 from tba.trainer.learner import Learner, StepResult
 from tba.trainer.phases import Timing
@@ -127,10 +126,10 @@ class Reporter:
     def delivered(self, batch: ShardBatch) -> None:
         """A searcher's shard has been ingested."""
         header = batch.header
-        if header.searcher == COLOCATED:  # it sleeps most of the time: no measure of what another one would deliver
-            return
         up_seconds = header.stats.get("up_seconds", 0.0)
-        self._tracker.rates.delivered(header.incarnation, len(batch), up_seconds, time.monotonic())
+        self._tracker.delivered(
+            header.searcher, header.incarnation, len(batch), up_seconds=up_seconds, now=time.monotonic()
+        )
 
     def summarise_if_due(self) -> None:
         """The same as `summarise`, every `ROWS_SECONDS` at the most; the first rows at once."""
@@ -148,7 +147,7 @@ class Reporter:
             if row is not None:
                 self._history.append(row)
                 self._rows_at = time.monotonic()
-        self._tracker.searchers = counters.alive(now)
+        self._tracker.heard_of(counters.searchers.values(), now)
 
     def _sample(self, result: StepResult) -> None:
         slot = (result.plan.step * 7919) % len(result.plan.rows)

@@ -172,7 +172,7 @@ def _resume(
 ) -> Ready:
     assert committer.latest.checkpoint is not None
     key, manifest, state = restore_newest(store, committer.latest.checkpoint)
-    facts = LoopFacts.of(state.facts)
+    facts = LoopFacts.of(state.facts, key)
     version0 = fetch_snapshot(store, str(facts.version0))
     model, tokenizer = build_model(
         version0.assets,
