@@ -107,6 +107,15 @@ def test_a_rate_of_nothing_is_no_rate():
     assert fed(known(rate=Average()), 60, steps=1.0, rate=0.0, searchers=4).rate.value is None
 
 
+def test_steps_of_nothing_are_no_demand():
+    assert fed(known(demand=Average()), 60, steps=0.0, rate=RATE, searchers=4).demand.value is None
+
+
+def test_a_rate_without_a_demand_holds():
+    memory = fed(known(desired=9, demand=Average()), 60, steps=None, rate=RATE, searchers=4)
+    assert (memory.rate.value, memory.desired) == (pytest.approx(RATE), 9)
+
+
 def test_a_sample_is_used_once():
     found = sample(START, steps=1.0, rate=RATE, searchers=4)
     once = decided(known(), found)
@@ -153,6 +162,21 @@ def test_the_rate_is_taken_once_the_pool_is_warm():
     assert memory.rate.value == pytest.approx(RATE / 2, rel=0.01)
 
 
+def test_a_few_that_come_and_go_do_not_keep_a_pool_cold():
+    grown = START - WARM_SECONDS / 2
+    memory = known(pool=10, pool_since=grown)
+    for at, searchers in ((START, 6), (START + 20, 10)):
+        memory = decided(memory, sample(at, searchers=searchers), ready=10, now=at)
+    assert (memory.pool, memory.pool_since) == (10, grown)
+
+
+def test_a_warm_pool_that_shrank_is_cold_again_when_it_grows_back():
+    memory = known(pool=10)
+    for at, searchers in ((START, 6), (START + 20, 10)):
+        memory = decided(memory, sample(at, searchers=searchers), ready=10, now=at)
+    assert (memory.pool, memory.pool_since) == (10, START + 20)
+
+
 def test_the_rate_is_not_taken_while_restarted_searchers_count_twice():
     memory = fed(known(pool=6), 5, ready=4, steps=4 * RATE / ROWS, rate=RATE / 2, searchers=6)
     assert memory.rate.value == RATE
@@ -161,6 +185,12 @@ def test_the_rate_is_not_taken_while_restarted_searchers_count_twice():
 def test_a_storage_outage_teaches_nothing():
     memory = fed(known(), 60, state="WaitingForStorage", steps=0.001, rate=0.01, searchers=4)
     assert (memory.rate.value, memory.demand.value, memory.desired) == (RATE, 4 * RATE, 4)
+
+
+def test_a_change_of_the_target_waits_for_the_end_of_a_storage_outage():
+    policy = autoscaling(target_replay_ratio=0.25)
+    assert fed(known(), 60, policy=policy, state="WaitingForStorage", searchers=4).desired == 4
+    assert fed(known(), 60, policy=policy, steps=4 * RATE / ROWS, rate=RATE, searchers=4).desired == 16
 
 
 def test_the_backlog_after_a_storage_outage_is_no_rate():
