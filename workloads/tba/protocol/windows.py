@@ -78,8 +78,6 @@ class Windows:
     closed_below: int = 0
     """Windows below are closed."""
     sweep_after: str | None = None
-    cycles: int = 0
-    """Slow sweeps that reached their end."""
     relieved: bool = False
     """The whole sweep of this starvation is done."""
     seen: tuple[tuple[int, float], ...] = ()
@@ -113,12 +111,10 @@ class Windows:
 
     def listed(self, plan: ListPlan, listing: Listing) -> Self:
         """Position after `plan` has been carried out without an error."""
-        ended = plan.sweep_keys != 0 and listing.sweep_after is None
         return replace(
             self,
             lowest_unswept=max(self.lowest_unswept, plan.closed_below),
             sweep_after=listing.sweep_after,
-            cycles=self.cycles + ended,
             relieved=plan.starved and (self.relieved or plan.sweep_keys in (None, 0)),
         )
 
