@@ -211,6 +211,7 @@ def test_uncentred_kl_needs_permission_and_does_not_sum_to_zero() -> None:
     [
         ({"beta": 0.0}, "beta must be .* > 0, got 0.0"),
         ({"beta": math.nan}, "beta must be"),
+        ({"beta": math.inf}, "beta must be a finite number"),
         ({"weights": -torch.ones(3, 5)}, "weights must be finite and >= 0"),
         ({"weights": torch.zeros(3, 5)}, "positive sum in each group"),
         ({"weights": torch.full((3, 5), math.inf)}, "weights must be finite"),

@@ -91,6 +91,14 @@ def test_tensors_longer_than_a_block_are_exact_across_its_border(extra):
     assert applied(old.tobytes(), blob, 2) == new.tobytes()
 
 
+@pytest.mark.parametrize("changed", [0, delta.BLOCK_ELEMENTS])
+def test_a_block_that_did_not_change_hides_no_other(changed):
+    new = np.zeros(2 * delta.BLOCK_ELEMENTS, "<u2")
+    old = new.tobytes()
+    new[changed] = 1
+    assert applied(old, bytes(delta.encode(old, new.tobytes(), 2)), 2) == new.tobytes()
+
+
 def test_special_values_keep_their_bits():
     """Quiet and signalling NaN with payloads, -0.0, infinities, subnormals."""
     special = bf16(0x7FC1, 0x7F81, 0xFFFF, 0x8000, 0x0000, 0x7F80, 0xFF80, 0x0001)
