@@ -120,6 +120,14 @@ def test_any_density_is_exact_and_never_much_larger_than_the_tensor(share, items
     assert blob[0] == (2 if share > 0.9 else blob[0])
 
 
+def test_where_both_ways_are_tried_the_shorter_is_taken():
+    """Half of the elements, anywhere, to anything: 2 bytes for each of those and a bit for every one."""
+    rng = np.random.default_rng(1)
+    xor = np.where(rng.random(30_000) < 0.5, rng.integers(1, 2**16, 30_000), 0).astype("<u2")
+    blob = delta.encode(bytes(xor.nbytes), xor.tobytes(), 2)
+    assert len(blob) < 1.07 * (30_000 / 2 * 2 + 30_000 / 8)
+
+
 def test_all_changed_by_the_same_bit_costs_next_to_nothing():
     old = np.random.default_rng(2).integers(0, 2**16, 100_000, "<u2")
     assert len(delta.encode(old.tobytes(), (old ^ 1).tobytes(), 2)) < 200

@@ -62,6 +62,15 @@ def test_a_visit_with_fewer_than_k_rows_is_drawn_with_replacement_and_says_so() 
     assert set(plan.rows[0].tolist()) <= set(buffer.members(0, 0).tolist())
 
 
+@pytest.mark.parametrize("num_rows", [5, 7])
+def test_a_visit_with_k_rows_or_more_is_drawn_without_replacement(num_rows: int) -> None:
+    buffer = filled(visit(0, 0, num_rows=num_rows))
+    for seed in range(5):
+        plan = Sampler(seed).sample(buffer, 0, conditions(1, 5, on_policy_probability=1.0))
+        assert len(set(plan.rows[0].tolist())) == 5 and plan.weights[0].tolist() == [1.0] * 5
+        assert plan.with_replacement.tolist() == [False]
+
+
 @given(seed=st.integers(0, 1000), copies=st.lists(st.integers(1, 5), min_size=2, max_size=6), m=st.sampled_from([0, 1]))
 @settings(max_examples=40, deadline=None)
 def test_weights_of_each_group_count_its_draws(seed: int, copies: list[int], m: int) -> None:
