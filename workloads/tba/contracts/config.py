@@ -5,6 +5,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
@@ -31,6 +32,8 @@ Steps = Annotated[int, Field(ge=1)]
 ObjectName = Annotated[str, Field(min_length=1, max_length=253)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 MAX_URI_LENGTH = 1024
+PROMPT_SLOT = "(^|[^{])([{][{])*[{]prompt[}]"
+"""Where a template takes the prompt. {{prompt}}, as other template languages have it, stands for its own letters."""
 
 LIVE_BUFFER_FIELDS = ("max_trajectories", "max_replay_ratio", "max_policy_lag", "max_replay_lag")
 """Of Buffer: may change while a run goes on; everything else of it is frozen."""
@@ -109,8 +112,8 @@ class Prompts(Contract):
     def _one_source(self) -> Self:
         if (self.uri is None) == (self.config_map_ref is None):
             raise ValueError("set exactly one of uri and configMapRef")
-        if self.template is not None and "{prompt}" not in self.template:
-            raise ValueError(f"template must contain {{prompt}}, got {self.template!r}")
+        if self.template is not None and not re.search(PROMPT_SLOT, self.template):
+            raise ValueError(f"template must contain {{prompt}} in single braces, got {self.template!r}")
         return self
 
 
