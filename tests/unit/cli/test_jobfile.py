@@ -81,6 +81,8 @@ def test_relative_files_are_relative_to_the_job_file(tmp_path):
     data = smallest(model={"uri": "file://models/base"})
     data["spec"]["task"]["prompts"] = {"uri": "file://train.jsonl"}
     data["spec"]["task"]["evaluation"] = {"prompts": {"uri": "file://../test.jsonl"}}
+    data["spec"]["storage"] = {"uri": "file://second"}
+    data["spec"]["forkFrom"] = {"uri": "file://first", "step": 3}
     path = tmp_path / "jobs" / "job.yaml"
     path.parent.mkdir()
     path.write_text(yaml.safe_dump(data))
@@ -88,6 +90,8 @@ def test_relative_files_are_relative_to_the_job_file(tmp_path):
     assert spec.model.uri == f"file://{tmp_path}/jobs/models/base"
     assert spec.task.prompts.uri == f"file://{tmp_path}/jobs/train.jsonl"
     assert spec.task.evaluation.prompts.uri == f"file://{tmp_path}/test.jsonl"
+    assert spec.storage.uri == f"file://{tmp_path}/jobs/second"
+    assert spec.fork_from.uri == f"file://{tmp_path}/jobs/first"
 
 
 @pytest.mark.parametrize("uri", [None, "hf://a/b", "s3://b/x", "file:///already/absolute"])

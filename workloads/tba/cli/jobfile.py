@@ -87,8 +87,8 @@ def apply_override(data: dict[str, Any], override: str) -> dict[str, Any]:
 
 
 def resolve_files(job: TBAJob, base: Path) -> TBAJob:
-    """The job with every relative file:// URI of model and prompts made absolute against `base`."""
-    spec = job.spec
+    """The job with every relative file:// URI in it made absolute against `base`."""
+    spec, fork = job.spec, job.spec.fork_from
     prompts, evaluation = spec.task.prompts, spec.task.evaluation
     held_out = evaluation.prompts
     task = spec.task.model_copy(
@@ -99,8 +99,13 @@ def resolve_files(job: TBAJob, base: Path) -> TBAJob:
             ),
         }
     )
-    model = spec.model.model_copy(update={"uri": absolute_uri(spec.model.uri, base)})
-    return job.model_copy(update={"spec": spec.model_copy(update={"task": task, "model": model})})
+    absolute = {
+        "task": task,
+        "model": spec.model.model_copy(update={"uri": absolute_uri(spec.model.uri, base)}),
+        "storage": spec.storage.model_copy(update={"uri": absolute_uri(spec.storage.uri, base)}),
+        "fork_from": fork and fork.model_copy(update={"uri": absolute_uri(fork.uri, base)}),
+    }
+    return job.model_copy(update={"spec": spec.model_copy(update=absolute)})
 
 
 def absolute_uri(uri: str | None, base: Path) -> str | None:
