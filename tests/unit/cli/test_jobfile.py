@@ -60,6 +60,14 @@ def test_a_key_that_stands_twice_is_an_error(tmp_path):
     assert "key 'kind' stands here and in line 1" in refusal(path)
 
 
+def test_a_mapping_that_takes_in_another_may_say_some_of_it_anew(tmp_path):
+    path = tmp_path / "job.yaml"
+    roles = "  trainer: &role\n    image: a\n    command: [x]\n  searcher:\n    <<: *role\n    image: b\n"
+    path.write_text(yaml.safe_dump(smallest()) + roles)
+    searcher = load_job(path).spec.searcher
+    assert (searcher.image, searcher.command) == ("b", ["x"])
+
+
 @pytest.mark.parametrize("text", ["", "- a\n", "just words\n"])
 def test_a_file_that_is_no_mapping_is_refused(tmp_path, text):
     path = tmp_path / "job.yaml"

@@ -23,15 +23,15 @@ _Loader.add_implicit_resolver(  # YAML 1.1 reads 1e-5 as a string; every Go and 
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    loader.flatten_mapping(node)
     seen: dict[Any, int] = {}
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        if isinstance(key, str) and key in seen:
+    for key_node, _ in node.value:  # before `<<` brings keys of another mapping, which those of this one replace
+        key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
+        if key is not None and key in seen:
             raise yaml.MarkedYAMLError(
                 problem=f"key {key!r} stands here and in line {seen[key]}", problem_mark=key_node.start_mark
             )
         seen[key] = key_node.start_mark.line + 1
+    loader.flatten_mapping(node)
     return loader.construct_mapping(node, deep=True)
 
 
