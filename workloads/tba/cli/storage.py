@@ -102,7 +102,7 @@ def delete(
     endpoint: Endpoint = None,
     region: Region = None,
 ) -> None:
-    """Delete one run with everything it stored. Refuses a prefix that holds no run.json."""
+    """Delete one run with everything it stored, but no other run below it. Refuses a prefix that holds no run.json."""
     from tba.contracts.errors import UserError
     from tba.contracts.keys import LATEST, RUN
     from tba.store import NotFound
@@ -115,14 +115,17 @@ def delete(
             raise UserError(
                 f"{store.uri} holds no {RUN}, so it is not the root of a run; nothing was deleted: correct the URI"
             ) from error
+        found = [info.key for info in store.list_after("")]
+        others = tuple(key.removesuffix(RUN) for key in found if key.endswith(f"/{RUN}"))
+        keys = [key for key in found if not key.startswith(others)]
+        besides = f", but for the runs {', '.join(others)} within" if others else ""
         if not yes:
-            typer.confirm(f"Delete everything under {store.uri}?", abort=True)
-        keys = [info.key for info in store.list_after("")]
+            typer.confirm(f"Delete everything under {store.uri}{besides}?", abort=True)
         # `latest` first, so that a trainer that still runs loses its next commit; `run.json` last, so that an
         # interrupted deletion can be repeated.
         store.delete([LATEST])
         store.delete(key for key in keys if key not in (LATEST, RUN))
         store.delete([RUN])
-        typer.echo(f"deleted {len(keys)} objects of {store.uri}")
+        typer.echo(f"deleted {len(keys)} objects of {store.uri}{besides}")
     finally:
         store.close()
