@@ -26,6 +26,8 @@ from tba_operator.manifests import all_children
 from tba_operator.world import Settings
 
 _NUM_EVENTS = 8
+_ANY_POD = ("--ignore-errors", "--max-log-requests=10000")
+"""kubectl leaves a selection at its first pod that has no log yet, and follows none of more than 5 pods."""
 _REGISTRY = "ghcr.io/tba-operator"
 """As in the chart's values."""
 
@@ -107,7 +109,7 @@ def _logs(
 ) -> int:
     """Print the logs of a job's pods."""
     selector = f"{JOB_LABEL}={name},{ROLE_LABEL}={role}"
-    wanted = ["logs", "--selector", selector, "--prefix", "--tail=-1", "--container", role]
+    wanted = ["logs", "--selector", selector, "--prefix", "--tail=-1", "--container", role, *_ANY_POD]
     return _Kubectl(namespace, context).pass_through([*wanted, *(["--follow"] if follow else [])])
 
 

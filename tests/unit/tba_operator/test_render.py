@@ -169,12 +169,13 @@ def test_watch_ends_with_the_job(cluster, capsys, end, expected):
     assert [line.split(" · ")[0] for line in out.splitlines()] == ["gsm8k: Running", f"gsm8k: {end}"]
 
 
-def test_logs_are_those_of_the_roles_container(cluster, capfd):
+def test_logs_are_those_of_the_roles_container_however_many_pods_and_whichever_still_starts(cluster, capfd):
     calls = cluster()
     code, out, _ = run(capfd, kubectl_tba, "logs", "gsm8k", "--role", "searcher", "-f")
     assert (code, out) == (0, "a line\n")
     assert calls() == [
-        "logs --selector tba.dev/job-name=gsm8k,tba.dev/role=searcher --prefix --tail=-1 --container searcher --follow"
+        "logs --selector tba.dev/job-name=gsm8k,tba.dev/role=searcher --prefix --tail=-1 --container searcher "
+        "--ignore-errors --max-log-requests=10000 --follow"
     ]
 
 
