@@ -119,6 +119,15 @@ def test_a_queued_job_has_a_workload_and_no_pods():
     assert world.is_quiet()
 
 
+def test_what_is_taken_out_of_a_waiting_job_is_taken_out_of_its_workload():
+    world = queued(searcher={"replicas": 2, "resources": {"requests": {"cpu": 1, "memory": "9Ti"}}}).settle()
+    world.change("searcher", resources={"requests": {"cpu": 1}})
+    world.settle()
+    _, searcher = world.objects[WORKLOAD]["spec"]["podSets"]
+    assert searcher["template"]["spec"]["containers"][0]["resources"]["requests"] == {"cpu": 1}
+    assert world.is_quiet()
+
+
 def test_an_admitted_job_runs():
     world = admitted(searcher={"replicas": 2})
     assert world.condition("Admitted")[0] == "True" and world.phase == "Running"
