@@ -240,6 +240,24 @@ def test_a_full_disk_is_swept_while_a_publish_waits_for_space(tmp_path, monkeypa
     assert not superseded.exists()
 
 
+def test_a_snapshot_that_does_not_fit_leaves_the_space_that_there_is_to_the_next_try(tmp_path, monkeypatch):
+    run, link, refused = Run(tmp_path, min_initial=0), os.link, []
+    monkeypatch.setattr("tba.trainer.publish.MAX_FILE_BYTES", 1)  # a file a tensor
+
+    def link_two_files(source, target):
+        if target.match("weights/*/*/model-00002.safetensors") and len(refused) < 2:
+            refused.append(target.parent)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        link(source, target)
+
+    monkeypatch.setattr("os.link", link_two_files)
+    trainer = run.trainer()
+    run.put_shard(0)
+    trainer.run()
+    assert len(refused) == 2 and not any(folder.exists() for folder in refused)
+    assert trainer.tracker.state == "Complete"
+
+
 def test_rewards_that_all_fail_are_seen_in_the_bucket_before_any_step(tmp_path):
     run = Run(tmp_path)
     trainer = run.trainer()
