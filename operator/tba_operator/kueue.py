@@ -128,10 +128,22 @@ def _without_right(told: str) -> str:
 def _pod_set(role: Role, template: Manifest, count: int, at_least: int | None = None) -> dict[str, Any]:
     """`at_least`: Kueue may admit fewer, but so many (and one) if it cannot admit all."""
     metadata = {k: v for k, v in template.get("metadata", {}).items() if k in ("labels", "annotations")}
-    found = {"name": role, "count": count, "template": {"metadata": metadata, "spec": template["spec"]}}
+    spec = _without_fractions(template["spec"])
+    found = {"name": role, "count": count, "template": {"metadata": metadata, "spec": spec}}
     if at_least is None or count == 0:
         return found
     return found | {"minCount": min(count, max(1, at_least))}
+
+
+def _without_fractions(value: Any) -> Any:
+    """A pod takes `cpu: 0.5`, Kueue's schema of one only whole numbers and text. All its fractions are quantities."""
+    if isinstance(value, Mapping):
+        return {name: _without_fractions(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_fractions(inner) for inner in value]
+    if not isinstance(value, float):
+        return value
+    return int(value) if value.is_integer() else str(value)
 
 
 def _priority(found: Manifest | None) -> dict[str, Any]:

@@ -128,6 +128,18 @@ def test_what_is_taken_out_of_a_waiting_job_is_taken_out_of_its_workload():
     assert world.is_quiet()
 
 
+def test_a_fraction_of_a_processor_is_asked_for_as_text_which_is_all_that_kueues_schema_takes():
+    requests = {"cpu": 0.5, "memory": "1Gi", "nvidia.com/gpu": 1.0}
+    sidecar = {"name": "side", "image": "i", "resources": {"limits": {"cpu": 0.25}}}
+    template = {"spec": {"containers": [sidecar]}}
+    world = queued(searcher={"resources": {"requests": requests}, "podTemplate": template}).settle()
+    _, searcher = world.objects[WORKLOAD]["spec"]["podSets"]
+    own, other = searcher["template"]["spec"]["containers"]
+    assert own["resources"]["requests"] == {"cpu": "0.5", "memory": "1Gi", "nvidia.com/gpu": 1}
+    assert other["resources"] == {"limits": {"cpu": "0.25"}}
+    assert world.is_quiet()
+
+
 def test_an_admitted_job_runs():
     world = admitted(searcher={"replicas": 2})
     assert world.condition("Admitted")[0] == "True" and world.phase == "Running"
