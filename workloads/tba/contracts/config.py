@@ -151,7 +151,7 @@ class Sampling(Contract):
     """Of the responses; objective.temperature is another."""
     max_tokens: int = Field(default=512, ge=1)
     """Response tokens, end-of-sequence included."""
-    stop: list[str] = Field(default_factory=list)
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Texts that end a response."""
 
 
