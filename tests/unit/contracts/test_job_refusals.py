@@ -90,6 +90,12 @@ def test_the_smallest_job_is_valid_and_has_the_documented_defaults():
             ["\n", ""],
             "spec.task.sampling.stop[1]: ",
         ),  # every text has it: one token a response
+        (
+            "spec.trainer.resources",
+            {"requests": {"memory": "8GiB"}},
+            "spec.trainer.resources.requests.memory: must be a whole number, got '8GiB' or must be a number",
+        ),
+        ("spec.trainer.resources", {"request": {}}, "spec.trainer.resources.request: must be limits or requests, got"),
         ("spec.objective.betaFinal", 0.1, "betaFinal and betaAnnealSteps go together"),
         ("spec.objective.parameters", {"x": 1}, "parameters of TrajectoryBalance are ratioAlpha, ratioClip, "),
         ("spec.objective.parameters", {"ratioClip": 0}, "parameters.ratioClip must be > 0, got 0"),
