@@ -31,6 +31,11 @@ def test_an_override_is_yaml_and_spec_is_implied(job_file):
     assert (job.metadata.name, job.spec.objective.total_steps) == ("other", 4)
 
 
+def test_parameters_of_a_reward_are_at_once_what_its_processes_will_get(job_file):
+    job = load_job(job_file, ["task.reward.parameters={since: 2026-01-31, weights: {1: 0.5}}"])
+    assert job.spec.task.reward.parameters == {"since": "2026-01-31", "weights": {"1": 0.5}}
+
+
 @pytest.mark.parametrize(
     ("override", "told"),
     [

@@ -11,17 +11,21 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 from pydantic.alias_generators import to_camel
+from pydantic_core import to_jsonable_python
 
 from tba.contracts.base import Contract
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Raises: ValueError for a number that JSON, which carries a job to its processes, would make a null of."""
+    """As JSON carries them to a job's processes: a date that YAML knows is text there.
+
+    Raises: ValueError for a number that JSON would make a null of.
+    """
     try:
         json.dumps(values, allow_nan=False, skipkeys=True, default=str)
     except ValueError:
         raise ValueError(f"numbers must be finite, got {values!r}: write them as text, or leave them out") from None
-    return values
+    return to_jsonable_python(values)
 
 
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
