@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,6 +27,10 @@ from tba_operator.manifests import all_children
 from tba_operator.world import Settings
 
 _NUM_EVENTS = 8
+_OUTAGE_SECONDS = 120.0
+_AGAIN_SECONDS = 2.0
+_ANY_POD = ("--ignore-errors", "--max-log-requests=10000")
+"""kubectl leaves a selection at its first pod that has no log yet, and follows none of more than 5 pods."""
 _REGISTRY = "ghcr.io/tba-operator"
 """As in the chart's values."""
 
@@ -84,9 +89,8 @@ def _watch(
 ) -> int:
     """Follow a job in the cluster until it ends; 0 if it is Complete, 1 if it Failed."""
     kubectl = _Kubectl(namespace, context)
-    last = ""
+    manifest, last = kubectl.job(name), ""
     while True:
-        manifest = kubectl.job(name)
         status = parse_status(manifest.get("status") or {})
         line = f"{name}: {_headline(manifest)}"
         if line != last:
@@ -95,6 +99,22 @@ def _watch(
         if status.is_true("Complete") or status.is_true("Failed"):
             return 0 if status.is_true("Complete") else 1
         time.sleep(interval)
+        manifest = _once_more(lambda: kubectl.job(name))
+
+
+def _once_more(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What was read before, read again: an API server that has answered once restarts and comes back.
+
+    Raises: UserError; StoreUnavailable if it does not.
+    """
+    give_up = time.monotonic() + _OUTAGE_SECONDS
+    while True:
+        try:
+            return read()
+        except StoreUnavailable:
+            if time.monotonic() >= give_up:
+                raise
+            time.sleep(_AGAIN_SECONDS)
 
 
 @_cluster.command("logs")
@@ -107,7 +127,7 @@ def _logs(
 ) -> int:
     """Print the logs of a job's pods."""
     selector = f"{JOB_LABEL}={name},{ROLE_LABEL}={role}"
-    wanted = ["logs", "--selector", selector, "--prefix", "--tail=-1", "--container", role]
+    wanted = ["logs", "--selector", selector, "--prefix", "--tail=-1", "--container", role, *_ANY_POD]
     return _Kubectl(namespace, context).pass_through([*wanted, *(["--follow"] if follow else [])])
 
 

@@ -8,6 +8,8 @@ _QUANTITIES = frozenset({"limits", "requests", "sizeLimit", "storage", "divisor"
 """Fields at or below which values are quantities: the API server may write them in another unit."""
 _SHARED = frozenset({"imagePullSecrets"})
 """Lists to which a platform may add entries of its own: ours have to be among them."""
+_SELECTORS = frozenset({"matchLabels", "namespaceSelector", "podSelector", "selector"})
+"""Fields of which nothing may be left over: what a selector asks for besides makes it select less."""
 _FACTORS = {
     **{suffix: Decimal(1024) ** n for n, suffix in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"), start=1)},
     **{suffix: Decimal(1000) ** n for n, suffix in enumerate(("k", "M", "G", "T", "P", "E"), start=1)},
@@ -20,8 +22,8 @@ _FACTORS = {
 def differs(desired: Any, observed: Any) -> bool:
     """True if `desired` is no part of `observed`.
 
-    Objects by subset, since the API server adds defaults; lists by element and length, pull secrets by subset too;
-    quantities by value. What is asked for empty or null may be absent.
+    Objects by subset, since the API server adds defaults, but selectors as a whole; lists by element and length, pull
+    secrets by subset too; quantities by value. What is asked for empty or null may be absent.
     """
     return _differs(desired, observed, quantities=False)
 
@@ -57,11 +59,16 @@ def _differs(desired: Any, observed: Any, *, quantities: bool) -> bool:
 def _mapping_differs(desired: Mapping[str, Any], observed: Any, quantities: bool) -> bool:
     present = observed if observed is not None else {}
     return not isinstance(present, Mapping) or any(
-        _is_missing(value, present.get(name))
-        if name in _SHARED
-        else _differs(value, present.get(name), quantities=quantities or name in _QUANTITIES)
-        for name, value in desired.items()
+        _field_differs(name, value, present.get(name), quantities) for name, value in desired.items()
     )
+
+
+def _field_differs(name: str, desired: Any, observed: Any, quantities: bool) -> bool:
+    if name in _SHARED:
+        return _is_missing(desired, observed)
+    if name in _SELECTORS and differs(observed, desired):
+        return True
+    return _differs(desired, observed, quantities=quantities or name in _QUANTITIES)
 
 
 def _is_missing(desired: Sequence[Any], observed: Sequence[Any] | None) -> bool:

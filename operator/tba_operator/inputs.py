@@ -8,7 +8,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 from tba.contracts.config import ConfigMapRef, SecretRef
 from tba.contracts.job import Searcher, Trainer
@@ -127,7 +126,7 @@ def data_claims(job: Job) -> list[str]:
     task = job.spec.task
     held_out = task.evaluation.prompts
     uris = (job.spec.model.uri, task.prompts.uri, held_out and held_out.uri)
-    return sorted({urlsplit(uri).netloc for uri in uris if uri and uri.startswith("pvc://")})
+    return sorted({uri.removeprefix("pvc://").partition("/")[0] for uri in uris if uri and uri.startswith("pvc://")})
 
 
 def _credentials(job: Job, role: Role, kind: str) -> Any:

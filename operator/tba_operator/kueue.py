@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tba_operator import naming
-from tba_operator.api import GROUP, KIND, PRIORITY_LABEL, VERSION, Job, Role, format_time
-from tba_operator.inputs import Placement
+from tba_operator.api import GROUP, INPUTS_ANNOTATION, KIND, PRIORITY_LABEL, VERSION, Job, Role, format_time
+from tba_operator.inputs import Placement, digest
 from tba_operator.world import Manifest, Ref
 
 API_VERSION = "kueue.x-k8s.io/v1beta2"
@@ -66,7 +66,7 @@ def workload(
     The templates are those of a job without placement. `current` is the Workload as read: its spec is kept while quota
     is reserved. `active` is never written: that is Kueue's and the administrator's switch.
     """
-    metadata = {
+    metadata: dict[str, Any] = {
         "name": naming.workload(job.name),
         "namespace": job.namespace,
         "labels": naming.labels(job.name) | {UID_LABEL: job.uid},
@@ -77,12 +77,14 @@ def workload(
     }
     if current is not None and _is_true(current, "QuotaReserved"):
         spec = {name: value for name, value in current["spec"].items() if name != "active"}
-    else:
-        pod_sets = [
-            _pod_set("trainer", trainer_template, job.spec.trainer.nodes),
-            _pod_set("searcher", searcher_template, searcher_count, at_least=job.spec.searcher.min_available),
-        ]
-        spec = {"queueName": job.queue, "podSets": pod_sets, **_priority(priority_class)}
+        return {"apiVersion": API_VERSION, "kind": "Workload", "metadata": metadata, "spec": spec}
+    pod_sets = [
+        _pod_set("trainer", trainer_template, job.spec.trainer.nodes),
+        _pod_set("searcher", searcher_template, searcher_count, at_least=job.spec.searcher.min_available),
+    ]
+    spec = {"queueName": job.queue, "podSets": pod_sets, **_priority(priority_class)}
+    # Of what is no longer asked for the spec alone shows no difference: Kueue and the API server add to it.
+    metadata["annotations"] = {INPUTS_ANNOTATION: digest(spec)}
     return {"apiVersion": API_VERSION, "kind": "Workload", "metadata": metadata, "spec": spec}
 
 
@@ -126,10 +128,22 @@ def _without_right(told: str) -> str:
 def _pod_set(role: Role, template: Manifest, count: int, at_least: int | None = None) -> dict[str, Any]:
     """`at_least`: Kueue may admit fewer, but so many (and one) if it cannot admit all."""
     metadata = {k: v for k, v in template.get("metadata", {}).items() if k in ("labels", "annotations")}
-    found = {"name": role, "count": count, "template": {"metadata": metadata, "spec": template["spec"]}}
+    spec = _without_fractions(template["spec"])
+    found = {"name": role, "count": count, "template": {"metadata": metadata, "spec": spec}}
     if at_least is None or count == 0:
         return found
     return found | {"minCount": min(count, max(1, at_least))}
+
+
+def _without_fractions(value: Any) -> Any:
+    """A pod takes `cpu: 0.5`, Kueue's schema of one only whole numbers and text. All its fractions are quantities."""
+    if isinstance(value, Mapping):
+        return {name: _without_fractions(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_fractions(inner) for inner in value]
+    if not isinstance(value, float):
+        return value
+    return int(value) if value.is_integer() else str(value)
 
 
 def _priority(found: Manifest | None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from tba.contracts.config import (
     LIVE_BUFFER_FIELDS,
     LIVE_REWARD_FIELDS,
+    PROMPT_SLOT,
     Buffer,
     Credentials,
     Evaluation,
@@ -134,8 +135,8 @@ _SHAPE = (
         id="prompts-template",
         model=Prompts,
         field="template",
-        holds="!has(self.template) || self.template.contains('{prompt}')",
-        what="template must contain {prompt}",
+        holds=f"!has(self.template) || self.template.matches('{PROMPT_SLOT}')",
+        what="template must contain {prompt} in single braces",
         got="%s",
         of=("self.template",),
         remedy="put {prompt} where the text of the prompt goes",

@@ -141,12 +141,13 @@ def _conditions(job: Job, observed: Observed, now: float, found: Findings) -> li
 
 
 def _dated(before: JobStatus, said: Iterable[Is], generation: int, now: float) -> list[Condition]:
-    """lastTransitionTime moves with `status` alone. A job's end is left as it was first told."""
+    """lastTransitionTime moves with `status` alone. A job's end stays as it was first told, of whatever generation the
+    spec is by now: `kubectl wait` takes no word of an older one."""
     dated = []
     for now_is in said:
         known = before.condition(now_is.type)
         if known is not None and known.status == "True" and now_is.type in ("Complete", "Failed"):
-            dated.append(known)
+            dated.append(known.model_copy(update={"observed_generation": generation}))
             continue
         since = known.last_transition_time if known is not None and known.status == now_is.status else format_time(now)
         dated.append(

@@ -69,9 +69,19 @@ SHAPE = (
     ),
     Case(
         rule="prompts-template",
-        accepted=(task(prompts={"template": "Q: {prompt} A:"}),),
-        refused=(task(prompts={"template": "Q: {question}"}), task(prompts={"template": ""})),
-        told="template must contain {prompt}, got Q: {question}: put {prompt} where",
+        accepted=(
+            task(prompts={"template": "Q: {prompt} A:"}),
+            task(prompts={"template": "{{{prompt}}}"}),
+            task(prompts={"template": "{{x}}\n{prompt}"}),
+        ),
+        refused=(
+            task(prompts={"template": "Q: {question}"}),
+            task(prompts={"template": ""}),
+            task(prompts={"template": "{{prompt}}"}),
+            task(prompts={"template": "Q: {{prompt}} A:"}),
+            task(prompts={"template": "{{{{prompt}}}}"}),
+        ),
+        told="template must contain {prompt} in single braces, got",
     ),
     Case(
         rule="reward-one-kind",

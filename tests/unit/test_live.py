@@ -17,7 +17,8 @@ def test_a_changed_file_is_followed_and_a_broken_one_changes_nothing(tmp_path):
     file.write_bytes(config(1.0).to_json())
     live = LiveSettings(tmp_path, config(9.0), clock=lambda: now[0])
     assert live().sync.poll_interval_seconds == 1.0
-    for text, expected in ((config(2.0).to_json(), 2.0), (b"{", 2.0), (config(3.0).to_json(), 3.0)):
+    latin = config(2.5).to_json().replace(b"/x", "/Läufe".encode("latin-1"))
+    for text, expected in ((config(2.0).to_json(), 2.0), (b"{", 2.0), (latin, 2.0), (config(3.0).to_json(), 3.0)):
         new = tmp_path / "new"
         new.write_bytes(text)
         new.replace(file)

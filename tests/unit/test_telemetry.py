@@ -1,4 +1,5 @@
 import json
+import socket
 import urllib.error
 import urllib.request
 
@@ -86,6 +87,20 @@ def test_an_unknown_path_is_404_and_a_searcher_has_no_progress(server):
         assert fetch(bare, "/progress")[0] == 404
     finally:
         bare.close()
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize(
+    ("host", "reached"), [("", ("127.0.0.1", "[::1]")), ("::1", ("[::1]",)), ("127.0.0.1", ("127.0.0.1",))]
+)
+def test_all_interfaces_are_those_of_both_families(host, reached):
+    server = telemetry.serve(0, host=host, healthy=lambda: (True, "training"), ready=lambda: (True, ""))
+    try:
+        for address in reached:
+            with urllib.request.urlopen(f"http://{address}:{server.port}/healthz", timeout=5) as answer:
+                assert answer.read() == b"ok: training\n"
+    finally:
+        server.close()
 
 
 def test_a_closed_server_has_released_its_port():

@@ -4,11 +4,13 @@ Metric names are an API: add, do not rename.
 """
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 from typing import Any, Protocol
 
 from prometheus_client import (
@@ -185,6 +187,17 @@ def serve(
 class _HttpServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        if ":" in address[0] or (not address[0] and socket.has_dualstack_ipv6()):
+            self.address_family = socket.AF_INET6
+        super().__init__(address, handler)
+
+    def server_bind(self) -> None:
+        """All interfaces are those of both families: pods of some clusters have IPv6 addresses only."""
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        TCPServer.server_bind(self)  # HTTPServer's asks DNS besides, for a name that is not used
 
 
 def _probe(probe: Probe) -> tuple[int, str, bytes]:

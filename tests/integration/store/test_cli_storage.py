@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tba.cli.storage import app
 from tba.contracts.errors import UserError
 from tba.contracts.keys import CheckpointKey, LogKey, ShardKey, WeightsKey
-from tba.store import NotFound
+from tba.store import NotFound, open_store
 from tba.store.probe import ProbeResult, probe, require
 
 
@@ -121,6 +121,17 @@ def test_an_object_that_anybody_may_call_latest_makes_no_run(local_store):
     refused = CliRunner().invoke(app, ["delete", local_store.uri, "--yes"])
     assert isinstance(refused.exception, UserError) and "nothing else" in str(refused.exception)
     assert local_store.get("latest").data == b"v1.2.3"
+
+
+def test_deleting_a_run_leaves_another_that_lies_below_it(tmp_path):
+    store, fork = (open_store(f"file://{tmp_path}/{place}") for place in ("run", "run/fork"))
+    for key in ("run.json", "latest", "shards/0/a"):
+        store.put_once(key, b"{}")
+        fork.put_once(key, b"{}")
+    assert "but for the runs fork/ within?" in CliRunner().invoke(app, ["delete", store.uri], input="n\n").output
+    assert "deleted 3 objects" in CliRunner().invoke(app, ["delete", store.uri, "--yes"]).output
+    assert [info.key for info in fork.list_after("")] == ["latest", "run.json", "shards/0/a"]
+    assert all(info.key.startswith("fork/") for info in store.list_after(""))
 
 
 def test_serve_runs_until_a_signal_and_prints_no_secret(tmp_path):

@@ -249,6 +249,26 @@ def test_an_address_without_a_run_is_no_run_without_rows(command, tmp_path, caps
     assert not (tmp_path / "out").exists()
 
 
+def test_tensorboard_follows_a_run_that_is_made_anew(tmp_path, capsys, monkeypatch):
+    store = open_store(f"file://{tmp_path}/store")
+
+    def make(run_id, steps, state):
+        store.put_once(keys.RUN, run_record().model_copy(update={"run_id": run_id}).to_json())
+        store.put_once(*log_object(1, 0, whole_run(steps)))
+        store.cas(keys.LATEST, latest(state=state, nonce=run_id).to_json(), None)
+
+    def anew(_seconds):
+        store.delete([info.key for info in list(store.list_after(""))])
+        make("b" * 32, 20, "Complete")
+
+    make("a" * 32, 40, "Running")
+    monkeypatch.setattr("tba.cli.tensorboard.time.sleep", anew)
+    code, out, _ = run(capsys, "tensorboard", f"file://{tmp_path}/store", "-o", f"{tmp_path}/tb", "--follow")
+    assert code == 0
+    assert [line.rpartition(" ")[2] for line in out.splitlines()] == ["40", "20"]
+    assert len(list((tmp_path / "tb").iterdir())) == 1
+
+
 def test_tensorboard_writes_event_files_and_with_follow_ends_as_the_run_did(uri, capsys, tmp_path):
     code, out, _ = run(capsys, "tensorboard", uri, "-o", f"{tmp_path}/tb", "--follow")
     assert code == 0 and "to step 120" in out

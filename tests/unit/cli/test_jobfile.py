@@ -31,6 +31,11 @@ def test_an_override_is_yaml_and_spec_is_implied(job_file):
     assert (job.metadata.name, job.spec.objective.total_steps) == ("other", 4)
 
 
+def test_parameters_of_a_reward_are_at_once_what_its_processes_will_get(job_file):
+    job = load_job(job_file, ["task.reward.parameters={since: 2026-01-31, weights: {1: 0.5}}"])
+    assert job.spec.task.reward.parameters == {"since": "2026-01-31", "weights": {"1": 0.5}}
+
+
 @pytest.mark.parametrize(
     ("override", "told"),
     [
@@ -60,6 +65,14 @@ def test_a_key_that_stands_twice_is_an_error(tmp_path):
     assert "key 'kind' stands here and in line 1" in refusal(path)
 
 
+def test_a_mapping_that_takes_in_another_may_say_some_of_it_anew(tmp_path):
+    path = tmp_path / "job.yaml"
+    roles = "  trainer: &role\n    image: a\n    command: [x]\n  searcher:\n    <<: *role\n    image: b\n"
+    path.write_text(yaml.safe_dump(smallest()) + roles)
+    searcher = load_job(path).spec.searcher
+    assert (searcher.image, searcher.command) == ("b", ["x"])
+
+
 @pytest.mark.parametrize("text", ["", "- a\n", "just words\n"])
 def test_a_file_that_is_no_mapping_is_refused(tmp_path, text):
     path = tmp_path / "job.yaml"
@@ -81,6 +94,8 @@ def test_relative_files_are_relative_to_the_job_file(tmp_path):
     data = smallest(model={"uri": "file://models/base"})
     data["spec"]["task"]["prompts"] = {"uri": "file://train.jsonl"}
     data["spec"]["task"]["evaluation"] = {"prompts": {"uri": "file://../test.jsonl"}}
+    data["spec"]["storage"] = {"uri": "file://second"}
+    data["spec"]["forkFrom"] = {"uri": "file://first", "step": 3}
     path = tmp_path / "jobs" / "job.yaml"
     path.parent.mkdir()
     path.write_text(yaml.safe_dump(data))
@@ -88,6 +103,8 @@ def test_relative_files_are_relative_to_the_job_file(tmp_path):
     assert spec.model.uri == f"file://{tmp_path}/jobs/models/base"
     assert spec.task.prompts.uri == f"file://{tmp_path}/jobs/train.jsonl"
     assert spec.task.evaluation.prompts.uri == f"file://{tmp_path}/test.jsonl"
+    assert spec.storage.uri == f"file://{tmp_path}/jobs/second"
+    assert spec.fork_from.uri == f"file://{tmp_path}/jobs/first"
 
 
 @pytest.mark.parametrize("uri", [None, "hf://a/b", "s3://b/x", "file:///already/absolute"])

@@ -38,7 +38,7 @@ from tba.contracts.runfile import read_run_file
 from tba.store import open_store
 from pathlib import Path
 store = open_store(args["--storage"])
-if not list(store.list_after(keys.METRICS)):
+if STATE and not list(store.list_after(keys.METRICS)):
     run = read_run_file(Path(args["--config"]))
     store.put_once(keys.RUN, run_record().model_copy(update={{"owner": run.owner, "config": run.config}}).to_json())
     store.put_once(*log_object(1, 0, whole_run(120)))
@@ -57,7 +57,8 @@ def job_file(tmp_path):
     return path
 
 
-def planned(job_file, *, code=0, state="Complete", last_words="", hang=False):
+def planned(job_file, *, code=0, state: str | None = "Complete", last_words="", hang=False, storage="local"):
+    """`state`: of the run that the trainer makes; null: it makes none."""
     script = job_file.parent / "stand_in.py"
     values = {"STATE": state, "LAST_WORDS": last_words, "CODE": code, "HANG": hang}
     script.write_text("".join(f"{k} = {v!r}\n" for k, v in values.items()) + STAND_IN)
@@ -65,7 +66,7 @@ def planned(job_file, *, code=0, state="Complete", last_words="", hang=False):
         job_file,
         overrides=[],
         searchers=2,
-        storage="local",
+        storage=storage,
         run_dir=job_file.parent / "run",
         can_run_vllm=lambda: False,
     )
@@ -148,17 +149,15 @@ def test_a_directory_whose_run_is_stored_elsewhere_is_refused_and_keeps_its_reco
     LocalRun(planned(job_file, code=64, state="Running")).run()
     record = job_file.parent / "run" / "storage.json"
     before = record.read_bytes()
-    made = plan(
-        job_file,
-        overrides=[],
-        searchers=2,
-        storage=f"file://{job_file.parent / 'elsewhere'}",
-        run_dir=job_file.parent / "run",
-        can_run_vllm=lambda: False,
-    )
+    made = planned(job_file, storage=f"file://{job_file.parent / 'elsewhere'}")
     with pytest.raises(UserError, match=r"holds a run that is stored at file://.*/run/store, got file://.*/elsewhere"):
         LocalRun(made).run()
     assert record.read_bytes() == before
+
+
+def test_a_directory_in_which_no_run_has_begun_may_be_used_with_another_storage(job_file):
+    assert LocalRun(planned(job_file, code=64, state=None)).run() == 64
+    assert LocalRun(planned(job_file, storage=f"file://{job_file.parent / 'elsewhere'}")).run() == 0
 
 
 def test_a_directory_whose_record_was_cut_short_is_refused_with_the_remedy(job_file):

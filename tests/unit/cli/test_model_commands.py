@@ -223,6 +223,12 @@ def test_columns_without_a_file_of_prompts_are_refused(run_uri, capsys):
     assert (code, "pass --prompts FILE" in err) == (64, True)
 
 
+def test_a_model_directory_has_no_steps(run_uri, tmp_path, prompts, capsys):
+    given = ["--prompts", str(prompts), "--reward", "arithmetic", "--max-tokens", "4"]
+    code, _, err = run(capsys, "eval", str(tmp_path / "base"), *given, "--step", "3")
+    assert code == 64 and "--step names weights of a run" in err
+
+
 def test_samples_imply_sampling_and_greedy_takes_one(run_uri, prompts, capsys):
     common = [run_uri, "--prompts", str(prompts), "--max-tokens", "4", "--limit", "2"]
     code, out, err = run(capsys, "eval", *common, "--samples", "3", "--json")
@@ -231,6 +237,13 @@ def test_samples_imply_sampling_and_greedy_takes_one(run_uri, prompts, capsys):
     code, _, err = run(capsys, "eval", *common, "--samples", "3", "--sampling", "greedy")
     assert code == 64
     assert "--samples must be 1 with greedy sampling, got 3" in err
+
+
+def test_without_any_reward_there_is_no_score_but_the_reason(run_uri, prompts, capsys):
+    given = ["--prompts", str(prompts), "--answer-field", "", "--reward", "arithmetic", "--max-tokens", "4"]
+    code, out, err = run(capsys, "eval", run_uri, *given, "--limit", "2", "--json")
+    assert (code, out) == (64, "")
+    assert "none of 2 responses could be scored, so there is no score: ValueError: this reward needs an answer" in err
 
 
 def test_a_run_without_evaluation_prompts_asks_for_some(run_uri, capsys):

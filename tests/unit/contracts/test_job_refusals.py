@@ -85,6 +85,17 @@ def test_the_smallest_job_is_valid_and_has_the_documented_defaults():
         ("spec.objective.responsesPerPrompt", 30, "(K) must be <= searcher.samplesPerPrompt (S), got 30 > 24: raise"),
         ("spec.buffer.capacityPerPrompt", 10, "capacityPerPrompt must be >= objective.responsesPerPrompt (K), got 10"),
         ("spec.task.sampling.maxTokens", 2048, "maxTokens must be < model.maxModelLen, got 2048 >= 1024: lower"),
+        (
+            "spec.task.sampling.stop",
+            ["\n", ""],
+            "spec.task.sampling.stop[1]: ",
+        ),  # every text has it: one token a response
+        (
+            "spec.trainer.resources",
+            {"requests": {"memory": "8GiB"}},
+            "spec.trainer.resources.requests.memory: must be a whole number, got '8GiB' or must be a number",
+        ),
+        ("spec.trainer.resources", {"request": {}}, "spec.trainer.resources.request: must be limits or requests, got"),
         ("spec.objective.betaFinal", 0.1, "betaFinal and betaAnnealSteps go together"),
         ("spec.objective.parameters", {"x": 1}, "parameters of TrajectoryBalance are ratioAlpha, ratioClip, "),
         ("spec.objective.parameters", {"ratioClip": 0}, "parameters.ratioClip must be > 0, got 0"),

@@ -102,6 +102,25 @@ def test_only_what_is_new_is_read_again(store):
     assert reads == [keys.LogKey("metrics", 1, 1).path]
 
 
+def test_a_run_that_was_made_anew_under_the_same_address_has_nothing_of_the_one_before(store):
+    def make(run_id, steps):
+        store.put_once(keys.RUN, run_record().model_copy(update={"run_id": run_id}).to_json())
+        store.put_once(*log_object(1, 0, epoch_rows(1, 0, steps)))
+        store.cas(keys.LATEST, latest(nonce=run_id).to_json(), None)
+
+    make("a" * 32, 5)
+    reader = HistoryReader(store)
+    assert len(reader.refresh().steps) == 5
+    store.delete([info.key for info in list(store.list_after(""))])
+    gone = reader.refresh()
+    assert (gone.latest, gone.run, gone.steps) == (None, None, [])
+    make("b" * 32, 2)
+    assert places(reader.refresh()) == [(1, 1), (1, 2)]
+    store.delete([info.key for info in list(store.list_after(""))])
+    make("c" * 32, 3)  # before anybody looks
+    assert places(reader.refresh()) == [(1, 1), (1, 2), (1, 3)]
+
+
 def test_what_a_fenced_trainer_wrote_after_its_successor_began_is_seen_and_dropped(store):
     store.put_once(*log_object(1, 0, epoch_rows(1, 0, 5)))
     store.put_once(*log_object(2, 0, epoch_rows(2, 4, 6)))

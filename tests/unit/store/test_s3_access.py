@@ -45,12 +45,27 @@ def test_an_endpoint_of_ones_own_means_path_style_unless_told():
         ("s3://b/k?x=1", {}),
         ("s3://b", {"endpoint": "minio:9000"}),
         ("s3://b", {"endpoint": "ftp://h"}),
+        # Over these the client would raise what nobody expects, or panic amid a request.
+        ("s3://[b]/x", {}),
+        ("s3://b c/x", {}),
+        ("s3://host:9/b", {}),
+        ("s3://b", {"endpoint": "http://h:9000a"}),
+        ("s3://b", {"endpoint": "http://h:99999"}),
+        ("s3://b", {"endpoint": "http://[::1"}),
+        ("s3://b", {"endpoint": "http://[host]:9000"}),
+        ("s3://b", {"endpoint": "http://my host:9000"}),
+        ("s3://b", {"endpoint": "http://256.0.0.1:9000"}),
         ("s3://b", {"ca": Path("no-such-file.pem")}),
     ],
 )
 def test_a_malformed_place_is_refused_with_what_was_given(uri, options):
     with pytest.raises(UserError, match="got|give"):
         at(uri, **options)
+
+
+@pytest.mark.parametrize("endpoint", ["http://[::1]:9000", "https://my_minio", "http://10.0.0.1:1", "HTTP://H-1.x:9"])
+def test_what_the_client_can_reach_is_an_endpoint(endpoint):
+    assert at("s3://b.c_d-1", endpoint=endpoint).endpoint == endpoint
 
 
 def test_a_ca_is_known_by_its_content_and_a_changed_file_is_another_location(tmp_path):

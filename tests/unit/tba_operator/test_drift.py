@@ -34,8 +34,16 @@ def test_a_changed_removed_or_added_element_is_drift():
 
 def test_what_is_asked_for_empty_may_be_absent():
     assert not differs({"a": {}, "b": [], "c": "", "d": None}, {})
-    assert not differs({"podSelector": {}}, {"podSelector": {"matchLabels": {"x": "y"}}}), "a subset"
+    assert not differs({"resources": {}}, {"resources": {"limits": {"x": "1"}}}), "a subset"
     assert differs({"c": ""}, {"c": "x"})
+
+
+def test_a_selector_that_asks_for_more_is_drift_for_it_selects_less():
+    found = {"podSelector": {"matchLabels": {"x": "y"}}}
+    assert differs({"podSelector": {}}, found)
+    assert differs({"matchLabels": {"x": "y"}}, {"matchLabels": {"x": "y", "z": "y"}})
+    assert not differs({"podSelector": {"matchLabels": {}}}, {"podSelector": {}})
+    assert not differs(found, copy.deepcopy(found))
 
 
 def test_pull_secrets_that_a_platform_adds_are_no_drift():

@@ -207,6 +207,12 @@ def test_pull_secrets_of_the_chart_lie_in_the_accounts_so_that_a_new_one_rolls_n
     assert "registry" not in pods
 
 
+def test_an_odd_claim_is_left_to_the_api_server_to_judge():
+    target = job(model={"uri": "pvc://[models]/llama"})
+    volumes = trainer_job(target, IMAGES, 1)["spec"]["template"]["spec"]["volumes"]
+    assert [v["persistentVolumeClaim"]["claimName"] for v in volumes if "persistentVolumeClaim" in v] == ["[models]"]
+
+
 # -- NetworkPolicy
 
 

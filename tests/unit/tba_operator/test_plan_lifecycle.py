@@ -98,6 +98,16 @@ def test_what_our_own_apply_left_is_no_drift_until_something_else_is_asked_for()
     assert ref in [ref_of(m) for m in applied]
 
 
+def test_policies_open_again_when_the_chart_asks_less_of_the_namespaces_that_scrape():
+    world = World.of()
+    world.settings = replace(world.settings, metrics_namespace_labels={"team": "ml", "scrapes": "yes"})
+    world.settle()
+    for labels in ({"team": "ml"}, {}):
+        world.settings = replace(world.settings, metrics_namespace_labels=labels)
+        assert kinds(world.plan()) == ["NetworkPolicy", "NetworkPolicy"]
+        assert world.settle().is_quiet()
+
+
 def test_a_budget_and_policies_that_are_switched_off_are_removed():
     world = running(searcher={"replicas": 3})
     world.change("searcher", podDisruptionBudget=False)
@@ -306,7 +316,8 @@ def test_an_end_never_turns_into_another():
     world.end(world.trainer, 0)
     world.change(None, suspend=True)
     world.settle()
-    assert world.status.condition("Failed") == before and not world.status.is_true("Complete")
+    after = world.status.condition("Failed")
+    assert after == before.model_copy(update={"observed_generation": 2}) and not world.status.is_true("Complete")
 
 
 def test_deadlines_do_not_run_while_a_job_is_suspended():

@@ -119,6 +119,27 @@ def test_a_queued_job_has_a_workload_and_no_pods():
     assert world.is_quiet()
 
 
+def test_what_is_taken_out_of_a_waiting_job_is_taken_out_of_its_workload():
+    world = queued(searcher={"replicas": 2, "resources": {"requests": {"cpu": 1, "memory": "9Ti"}}}).settle()
+    world.change("searcher", resources={"requests": {"cpu": 1}})
+    world.settle()
+    _, searcher = world.objects[WORKLOAD]["spec"]["podSets"]
+    assert searcher["template"]["spec"]["containers"][0]["resources"]["requests"] == {"cpu": 1}
+    assert world.is_quiet()
+
+
+def test_a_fraction_of_a_processor_is_asked_for_as_text_which_is_all_that_kueues_schema_takes():
+    requests = {"cpu": 0.5, "memory": "1Gi", "nvidia.com/gpu": 1.0}
+    sidecar = {"name": "side", "image": "i", "resources": {"limits": {"cpu": 0.25}}}
+    template = {"spec": {"containers": [sidecar]}}
+    world = queued(searcher={"resources": {"requests": requests}, "podTemplate": template}).settle()
+    _, searcher = world.objects[WORKLOAD]["spec"]["podSets"]
+    own, other = searcher["template"]["spec"]["containers"]
+    assert own["resources"]["requests"] == {"cpu": "0.5", "memory": "1Gi", "nvidia.com/gpu": 1}
+    assert other["resources"] == {"limits": {"cpu": "0.25"}}
+    assert world.is_quiet()
+
+
 def test_an_admitted_job_runs():
     world = admitted(searcher={"replicas": 2})
     assert world.condition("Admitted")[0] == "True" and world.phase == "Running"

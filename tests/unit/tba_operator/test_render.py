@@ -169,12 +169,31 @@ def test_watch_ends_with_the_job(cluster, capsys, end, expected):
     assert [line.split(" · ")[0] for line in out.splitlines()] == ["gsm8k: Running", f"gsm8k: {end}"]
 
 
-def test_logs_are_those_of_the_roles_container(cluster, capfd):
+def test_watch_outlives_an_api_server_that_restarts(cluster, tmp_path, monkeypatch, capsys):
+    finished = {
+        "phase": "Complete",
+        "conditions": [{"type": "Complete", "status": "True", "reason": "Done", **CONDITION}],
+    }
+    cluster(RUNNING, finished)
+    slept = []
+
+    def sleep(_seconds):
+        slept.append(1)
+        told = "The connection to the server was refused" if len(slept) <= 2 else ""
+        (tmp_path / "error").write_text(told, encoding="utf-8")
+
+    monkeypatch.setattr("tba_operator.cli.time.sleep", sleep)
+    assert run(capsys, kubectl_tba, "watch", "gsm8k")[0] == 0
+    assert len(slept) == 3, "between two looks, and twice before the server was back"
+
+
+def test_logs_are_those_of_the_roles_container_however_many_pods_and_whichever_still_starts(cluster, capfd):
     calls = cluster()
     code, out, _ = run(capfd, kubectl_tba, "logs", "gsm8k", "--role", "searcher", "-f")
     assert (code, out) == (0, "a line\n")
     assert calls() == [
-        "logs --selector tba.dev/job-name=gsm8k,tba.dev/role=searcher --prefix --tail=-1 --container searcher --follow"
+        "logs --selector tba.dev/job-name=gsm8k,tba.dev/role=searcher --prefix --tail=-1 --container searcher "
+        "--ignore-errors --max-log-requests=10000 --follow"
     ]
 
 

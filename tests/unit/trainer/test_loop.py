@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import shutil
 import threading
@@ -14,6 +15,7 @@ import torch
 from support.tiny_run import TinyRun as Run
 
 from tba import telemetry, trace
+from tba.contracts.config import LiveConfig
 from tba.contracts.errors import UserError
 from tba.contracts.keys import CHECKPOINTS, LATEST, MANIFEST, EvalKey, WeightsKey
 from tba.contracts.records import EvalRequest, Outcome
@@ -209,6 +211,51 @@ def test_a_full_disk_shows_within_seconds_and_the_run_goes_on_when_there_is_spac
     finally:
         full.clear()
         thread.join(HANG)
+    assert trainer.tracker.state == "Complete"
+
+
+def test_a_full_disk_is_swept_while_a_publish_waits_for_space(tmp_path, monkeypatch):
+    run, link, superseded = Run(tmp_path, min_initial=0), os.link, tmp_path / "store" / "weights" / "0000000001"
+    live = run.live.model_dump(mode="json")
+    live["sync"] |= {"intervalSteps": 1, "retainVersions": 1, "delta": {"enabled": False}}
+    live["storage"]["graceSeconds"] = 0.0
+    run.live = LiveConfig.model_validate(live)
+    monkeypatch.setattr("tba.trainer.housekeeping.GARBAGE_SECONDS", math.inf)
+
+    def link_if_there_is_space(source, target):
+        if "/weights/0000000003/" in str(target) and superseded.exists():
+            monkeypatch.setattr("tba.trainer.housekeeping.GARBAGE_SECONDS", 0.0)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        link(source, target)
+
+    monkeypatch.setattr("os.link", link_if_there_is_space)
+    trainer = run.trainer()
+    run.put_shard(0)
+    thread = threading.Thread(target=trainer.run)
+    thread.start()
+    try:
+        wait_for(lambda: trainer.tracker.state == "Complete")
+    finally:
+        run.stop.set()
+        thread.join(HANG)
+    assert not superseded.exists()
+
+
+def test_a_snapshot_that_does_not_fit_leaves_the_space_that_there_is_to_the_next_try(tmp_path, monkeypatch):
+    run, link, refused = Run(tmp_path, min_initial=0), os.link, []
+    monkeypatch.setattr("tba.trainer.publish.MAX_FILE_BYTES", 1)  # a file a tensor
+
+    def link_two_files(source, target):
+        if target.match("weights/*/*/model-00002.safetensors") and len(refused) < 2:
+            refused.append(target.parent)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        link(source, target)
+
+    monkeypatch.setattr("os.link", link_two_files)
+    trainer = run.trainer()
+    run.put_shard(0)
+    trainer.run()
+    assert len(refused) == 2 and not any(folder.exists() for folder in refused)
     assert trainer.tracker.state == "Complete"
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from tba.cli.target import Endpoint, Region, open_target
+from tba.contracts.errors import UserError
 
 
 def command(
@@ -52,6 +53,8 @@ def command(
         samples=samples, temperature=temperature, max_tokens=max_tokens, dtype=dtype, limit=limit, seed=seed,
     )  # fmt: skip
     if (Path(target) / "config.json").is_file():
+        if version is not None:
+            raise UserError(f"--step names weights of a run, and {target} is a model directory: leave it out")
         result = evaluate.of_directory(Path(target), choice)
     else:
         result = evaluate.of_run(open_target(target, endpoint=endpoint, region=region), version, choice)

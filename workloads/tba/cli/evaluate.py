@@ -154,6 +154,9 @@ def evaluate(
         responses = _generate(engine, prompts, count, task)
         whole = [r for r in responses if r.error is None]
         results = pool.score(_call(engine, prompts, r, r.id // task.samples) for r in whole)
+    if all(scored.reward is None for scored in results):
+        why = next((told for told in [*(r.error for r in responses), *(s.error for s in results)] if told), "")
+        raise UserError(f"none of {len(responses)} responses could be scored, so there is no score: {why}")
     rewards: list[list[float]] = [[] for _ in range(count)]
     for response, scored in zip(whole, results, strict=True):
         if scored.reward is not None:

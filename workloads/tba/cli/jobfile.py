@@ -23,15 +23,15 @@ _Loader.add_implicit_resolver(  # YAML 1.1 reads 1e-5 as a string; every Go and 
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    loader.flatten_mapping(node)
     seen: dict[Any, int] = {}
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        if isinstance(key, str) and key in seen:
+    for key_node, _ in node.value:  # before `<<` brings keys of another mapping, which those of this one replace
+        key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
+        if key is not None and key in seen:
             raise yaml.MarkedYAMLError(
                 problem=f"key {key!r} stands here and in line {seen[key]}", problem_mark=key_node.start_mark
             )
         seen[key] = key_node.start_mark.line + 1
+    loader.flatten_mapping(node)
     return loader.construct_mapping(node, deep=True)
 
 
@@ -87,8 +87,8 @@ def apply_override(data: dict[str, Any], override: str) -> dict[str, Any]:
 
 
 def resolve_files(job: TBAJob, base: Path) -> TBAJob:
-    """The job with every relative file:// URI of model and prompts made absolute against `base`."""
-    spec = job.spec
+    """The job with every relative file:// URI in it made absolute against `base`."""
+    spec, fork = job.spec, job.spec.fork_from
     prompts, evaluation = spec.task.prompts, spec.task.evaluation
     held_out = evaluation.prompts
     task = spec.task.model_copy(
@@ -99,8 +99,13 @@ def resolve_files(job: TBAJob, base: Path) -> TBAJob:
             ),
         }
     )
-    model = spec.model.model_copy(update={"uri": absolute_uri(spec.model.uri, base)})
-    return job.model_copy(update={"spec": spec.model_copy(update={"task": task, "model": model})})
+    absolute = {
+        "task": task,
+        "model": spec.model.model_copy(update={"uri": absolute_uri(spec.model.uri, base)}),
+        "storage": spec.storage.model_copy(update={"uri": absolute_uri(spec.storage.uri, base)}),
+        "fork_from": fork and fork.model_copy(update={"uri": absolute_uri(fork.uri, base)}),
+    }
+    return job.model_copy(update={"spec": spec.model_copy(update=absolute)})
 
 
 def absolute_uri(uri: str | None, base: Path) -> str | None:

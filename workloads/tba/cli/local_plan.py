@@ -175,7 +175,7 @@ def plan(
     reward_source(job.spec.task.reward, job_file.resolve().parent)
     notes: list[str] = []
     directory = (run_dir or RUNS / job.metadata.name).resolve()
-    target = _choose_storage(job, storage, directory, job_file.resolve().parent, notes)
+    target = _choose_storage(job, storage, directory, notes)
     if fresh and storage not in ("local", EMBEDDED):
         raise UserError(
             f"--fresh deletes local runs only, got --storage {storage}: use `tba storage delete URI`, or another prefix"
@@ -256,10 +256,10 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _choose_storage(job: TBAJob, storage: str, directory: Path, base: Path, notes: list[str]) -> StorageTarget:
+def _choose_storage(job: TBAJob, storage: str, directory: Path, notes: list[str]) -> StorageTarget:
     own = StorageTarget.of(job.spec.storage)
     if storage == "job":
-        return own.model_copy(update={"uri": absolute_uri(own.uri, base)})
+        return own
     if storage == EMBEDDED:
         return StorageTarget(uri=f"s3://{BUCKET}/{job.metadata.name}")
     if storage == "local":

@@ -63,7 +63,10 @@ class LocalRun:
                 )
                 (directory / STORAGE_FILE).write_bytes(target.to_json())
                 code = self._supervise(feed, environment)
-                return self._close(code, feed.refresh_now())
+                history = feed.refresh_now()
+                if history.latest is None and not feed.problem:  # nothing began: the next call may say where it goes
+                    (directory / STORAGE_FILE).unlink(missing_ok=True)
+                return self._close(code, history)
 
     def _refuse_other_runs(self, found: History) -> None:
         """Before anything is started: a searcher of ours would add rows to a run that is not.

@@ -106,19 +106,22 @@ def delete(
     endpoint: Endpoint = None,
     region: Region = None,
 ) -> None:
-    """Delete one run with everything it stored, or what is left of one. Refuses any other prefix."""
+    """Delete one run, or what is left of one, with all it stored, but no run below it. Refuses any other prefix."""
     store = open_address(StorageTarget(uri=uri, endpoint=endpoint, region=region))
     try:
         _require_run(store)
+        found = [info.key for info in store.list_after("")]
+        others = tuple(key.removesuffix(RUN) for key in found if key.endswith(f"/{RUN}"))
+        keys = [key for key in found if not key.startswith(others)]
+        besides = f", but for the runs {', '.join(others)} within" if others else ""
         if not yes:
-            typer.confirm(f"Delete everything under {store.uri}?", abort=True)
-        keys = [info.key for info in store.list_after("")]
+            typer.confirm(f"Delete everything under {store.uri}{besides}?", abort=True)
         # `latest` first, so that a trainer that still runs loses its next commit; `run.json` last, so that an
         # interrupted deletion can be repeated.
         store.delete([LATEST])
         store.delete(key for key in keys if key not in (LATEST, RUN))
         store.delete([RUN])
-        typer.echo(f"deleted {len(keys)} objects of {store.uri}")
+        typer.echo(f"deleted {len(keys)} objects of {store.uri}{besides}")
     finally:
         store.close()
 

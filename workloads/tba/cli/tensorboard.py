@@ -43,9 +43,15 @@ def command(
     reader = HistoryReader(store)
     with writing_to(output):
         files = EventFiles(output)
+    followed: str | None = None
     try:
         while True:
             history = reader.refresh()
+            if history.run is not None and history.run.run_id != followed:
+                if followed is not None:  # made anew, from step 0
+                    files.close()
+                    files = EventFiles(output)
+                followed = history.run.run_id
             rows = files.write(history)
             if rows or not follow:
                 step = history.steps[-1].step if history.steps else 0

@@ -5,22 +5,27 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 from pydantic.alias_generators import to_camel
+from pydantic_core import to_jsonable_python
 
 from tba.contracts.base import Contract
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Raises: ValueError for a number that JSON, which carries a job to its processes, would make a null of."""
+    """As JSON carries them to a job's processes: a date that YAML knows is text there.
+
+    Raises: ValueError for a number that JSON would make a null of.
+    """
     try:
         json.dumps(values, allow_nan=False, skipkeys=True, default=str)
     except ValueError:
         raise ValueError(f"numbers must be finite, got {values!r}: write them as text, or leave them out") from None
-    return values
+    return to_jsonable_python(values)
 
 
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -31,6 +36,8 @@ Steps = Annotated[int, Field(ge=1)]
 ObjectName = Annotated[str, Field(min_length=1, max_length=253)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 MAX_URI_LENGTH = 1024
+PROMPT_SLOT = "(^|[^{])([{][{])*[{]prompt[}]"
+"""Where a template takes the prompt. {{prompt}}, as other template languages have it, stands for its own letters."""
 
 LIVE_BUFFER_FIELDS = ("max_trajectories", "max_replay_ratio", "max_policy_lag", "max_replay_lag")
 """Of Buffer: may change while a run goes on; everything else of it is frozen."""
@@ -109,8 +116,8 @@ class Prompts(Contract):
     def _one_source(self) -> Self:
         if (self.uri is None) == (self.config_map_ref is None):
             raise ValueError("set exactly one of uri and configMapRef")
-        if self.template is not None and "{prompt}" not in self.template:
-            raise ValueError(f"template must contain {{prompt}}, got {self.template!r}")
+        if self.template is not None and not re.search(PROMPT_SLOT, self.template):
+            raise ValueError(f"template must contain {{prompt}} in single braces, got {self.template!r}")
         return self
 
 
@@ -148,7 +155,7 @@ class Sampling(Contract):
     """Of the responses; objective.temperature is another."""
     max_tokens: int = Field(default=512, ge=1)
     """Response tokens, end-of-sequence included."""
-    stop: list[str] = Field(default_factory=list)
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Texts that end a response."""
 
 

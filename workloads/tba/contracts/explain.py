@@ -17,6 +17,8 @@ from tba.contracts.errors import UserError
 
 _MAX_GOT_CHARS = 80
 _MAX_FAULT_CHARS = 300
+_KEY = "[key]"
+"""What pydantic adds to the place of a key that it refuses."""
 # Messages without a comparison in `ctx`: what is wrong, in the words of whoever writes the file.
 _WRONG = {
     "missing": "is required",
@@ -118,12 +120,20 @@ def _resolve(
             owner, (part, field) = model, found
             annotation = field.annotation
             model = next(models_within(annotation), None)
-        elif model is None and _is_union(annotation):
+        elif model is None and (part == _KEY or _is_union(annotation)):
             continue  # names the branch of a union
-        elif model is not None:
+        elif model is None:
+            annotation = _value_type(annotation)
+        else:
             owner, field = model, None  # an unknown field
         path += f".{part}" if path else part
     return path or "(the whole file)", owner, field
+
+
+def _value_type(annotation: Any) -> Any:
+    """Of a mapping's values; null: of anything else."""
+    inner = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+    return get_args(inner)[1] if get_origin(inner) is dict else None
 
 
 def _is_union(annotation: Any) -> bool:

@@ -62,13 +62,13 @@ def _write(path: Path, record: Contract) -> None:
 
 def _read(path: Path, kind: type[T]) -> T:
     try:
-        text = path.read_text(encoding="utf-8")
+        data = path.read_bytes()  # undecoded: what is no UTF-8 is no JSON
     except OSError as error:
         raise UserError(
             f"{path}: cannot be read: {error.strerror}. "
             f"Pass the directory that holds {RUN_FILE} and {LIVE_FILE} (`tba run` writes them to runs/NAME/config)"
         ) from error
     try:
-        return kind.model_validate_json(text)
+        return kind.model_validate_json(data)
     except ValidationError as error:
         raise explain(error, str(path)) from error

@@ -79,19 +79,29 @@ class HistoryReader:
 
     def refresh(self) -> History:
         """The history as of now. Raises: UserError if the run is of another release; StoreUnavailable."""
-        self._read_latest()
-        if self._run is None:
-            self._run = find_run_record(self._store)
+        changed = self._read_latest()
+        if self._run is None or changed:
+            self._follow(find_run_record(self._store))
         self._read_logs()
         return assemble(self._rows, run=self._run, latest=self._latest, unreadable_lines=self._unreadable)
 
-    def _read_latest(self) -> None:
+    def _read_latest(self) -> bool:
+        """Whether it is another than before."""
         try:
             found = self._store.get_if_changed(keys.LATEST, self._latest_etag)
         except NotFound:
-            return
+            changed = self._latest is not None
+            self._latest = self._latest_etag = None
+            return changed
         if found is not None:
             self._latest, self._latest_etag = Latest.parse(found.data), found.etag
+        return found is not None
+
+    def _follow(self, run: RunRecord | None) -> None:
+        """A run that was deleted, or made anew under this address, has none of the rows that are known."""
+        if self._run is not None and (run is None or run.run_id != self._run.run_id):
+            self._rows, self._read, self._unreadable = [], {}, 0
+        self._run = run
 
     def _read_logs(self) -> None:
         # An epoch that was fenced may still have written after its successor began: each has its own cursor. Only

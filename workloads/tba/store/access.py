@@ -6,12 +6,14 @@ environment are used as they are; else boto3's chain (profile, web identity, con
 what expires.
 """
 
+import ipaddress
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from obstore.exceptions import BaseError
 from obstore.store import S3Store as ObstoreS3
@@ -31,6 +33,8 @@ _FIRST_SECONDS = 20.0
 """New keys take some seconds until every server of a store knows them."""
 _LATER_SECONDS = 300.0
 """A kubelet takes up to 90 s to project a changed Secret."""
+_HOST = re.compile(r"[A-Za-z0-9._-]+")
+"""A bucket, or the host of an endpoint. Given another the client does not raise but panics, amid a request."""
 _CREDENTIAL_REMEDY = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or run under a role that has access"
 
 
@@ -80,18 +84,18 @@ def locate(
     environ: Mapping[str, str],
 ) -> S3Location:
     """Resolve an `s3://` URI. Raises: UserError for a malformed URI or endpoint or an unreadable CA file."""
-    parts = urlsplit(uri)
-    root = parts.path.strip("/")
-    if not parts.netloc or parts.query or parts.fragment:
+    parts = _split(uri)
+    if parts is None or not _HOST.fullmatch(parts.netloc) or parts.query or parts.fragment:
         raise UserError(f"storage URI must look like s3://bucket/prefix, got {uri!r}")
+    root = parts.path.strip("/")
     if root:
         try:
             check_key(root)
         except ValueError as error:
             raise UserError(f"storage URI {uri!r} must have a well-formed prefix: {error}; got {root!r}") from error
     endpoint = endpoint or environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or None
-    if endpoint and (urlsplit(endpoint).scheme not in ("http", "https") or not urlsplit(endpoint).hostname):
-        raise UserError(f"storage endpoint must be an http:// or https:// URL, got {endpoint!r}")
+    if endpoint and not _is_endpoint(endpoint):
+        raise UserError(f"storage endpoint must look like https://host or http://host:port, got {endpoint!r}")
     bundle = ca_bundle or (Path(environ["AWS_CA_BUNDLE"]) if environ.get("AWS_CA_BUNDLE") else None)
     return S3Location(
         bucket=parts.netloc,
@@ -101,6 +105,32 @@ def locate(
         path_style=force_path_style if force_path_style is not None else endpoint is not None,
         ca_bundle=_pem(bundle) if bundle else None,
     )
+
+
+def _is_endpoint(url: str) -> bool:
+    parts = _split(url)
+    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+        return False
+    if ":" in parts.hostname or parts.hostname.rpartition(".")[2].isdigit():
+        return _is_ip_address(parts.hostname)
+    return _HOST.fullmatch(parts.hostname) is not None
+
+
+def _split(url: str) -> SplitResult | None:
+    """Null for what is no URL: brackets without an IPv6 address, a port that is no number."""
+    try:
+        parts = urlsplit(url)
+        return parts if parts.port is None or parts.port else None
+    except ValueError:
+        return None
+
+
+def _is_ip_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _pem(bundle: Path) -> str:

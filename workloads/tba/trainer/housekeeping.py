@@ -65,6 +65,11 @@ class Housekeeping:
         elif now - self._clocks.fence > FENCE_SECONDS and not self.commits.busy:
             self._clocks.fence = now
             self.commits.submit(self._committer.check)
+        self.sweep_if_due()
+
+    def sweep_if_due(self) -> None:
+        """Also for a loop that waits for storage: if that is full, what may be swept is the space that it waits for."""
+        now = time.monotonic()
         if now - self._clocks.garbage > GARBAGE_SECONDS and not self.garbage.busy:
             self._clocks.garbage = now
             self.garbage.submit(self.sweep)

@@ -410,6 +410,7 @@ class Trainer:
             if outage and self._stop.is_set():
                 log.warning(CHECKPOINT_SKIPPED, reason=outage)
                 raise Terminated
+            self._keeping.sweep_if_due()
             self._heartbeat.beat()
         if told:
             self._report.continued("storage")

@@ -43,7 +43,7 @@ from tba.snapshots.publish import (
     put_encoded,
     put_tensors,
 )
-from tba.store import ObjectStore
+from tba.store import ObjectStore, OutOfSpace
 from tba.trainer.background import Background
 from tba.trainer.committer import Committer
 from tba.trainer.parts import Parts
@@ -114,10 +114,15 @@ class Publisher:
             started = time.monotonic()
             # A fresh prefix for each try: what a broken try left behind is garbage, never half of a snapshot.
             key = WeightsKey(version, epoch, new_nonce())
-            if adapter is not None:
-                manifest = self._upload_adapter(key, tensors, adapter, evaluation)
-            else:
-                manifest = self._upload(key, tensors, encoded, evaluation)
+            try:
+                if adapter is not None:
+                    manifest = self._upload_adapter(key, tensors, adapter, evaluation)
+                else:
+                    manifest = self._upload(key, tensors, encoded, evaluation)
+            except OutOfSpace:
+                # Else each try would take what has become free since the last one, and none would ever fit.
+                self._store.delete([left.key for left in self._store.list_after(key.prefix)])
+                raise
             uploaded = time.monotonic()
             self._commit(key, manifest)
             row = PublishRow(
