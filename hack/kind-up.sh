@@ -40,7 +40,7 @@ kind load docker-image --name "$cluster" "$released"
 kube apply -f "$root/hack/minio.yaml"
 kube -n minio rollout status deployment/minio --timeout=180s
 helm --kube-context "kind-$cluster" upgrade --install tba "$root/charts/tba-operator" --namespace "$namespace" --create-namespace \
-  --set image.repository=docker.io/library/tba-operator,image.tag="$operator" \
+  --set image.repository=docker.io/library/tba-operator --set-string image.tag="$operator" \
   --set workloads.trainerImage="docker.io/library/tba-workload:$workload" \
   --set workloads.searcherImage="docker.io/library/tba-workload:$workload" \
   --wait --timeout 180s
