@@ -108,6 +108,27 @@ def test_what_a_dead_trainer_left_unfinished_goes_after_the_next_one_has_publish
     assert bucket.folders(CHECKPOINTS) == ["1/2"]
 
 
+def test_an_upload_that_still_goes_on_is_no_debris_however_long_ago_it_began():
+    bucket = Bucket()
+    begun = bucket.snapshot(7, complete=False, commit=False)
+    bucket.take_over()
+    bucket.snapshot(0)
+    bucket.store.clock += 2 * GRACE
+    bucket.store.put_once(begun.replace("manifest.json", "more.safetensors"), b"w")
+    assert sweep(bucket).num_objects == 0
+
+
+def test_what_an_unreadable_delta_builds_on_is_unknown_so_no_weights_are_swept():
+    bucket = Bucket()
+    made = [bucket.snapshot(version) for version in range(4)]
+    newest = bucket.snapshot(4, base=made[1])
+    whole, bucket.store.objects[newest].data = bucket.store.objects[newest].data, b"{"
+    bucket.store.clock += 2 * GRACE
+    assert sweep(bucket).num_objects == 0
+    bucket.store.objects[newest].data = whole
+    assert sweep(bucket).num_objects > 0
+
+
 def test_checkpoints_are_kept_by_number_interval_score_and_pin_and_stay_reachable():
     bucket = Bucket()
     scores = {10: 0.9, 20: 0.1, 30: 0.2, 40: 0.3, 50: 0.4, 60: 0.5, 70: 0.6}
