@@ -170,6 +170,13 @@ def test_the_spool_of_a_living_process_is_left_alone(tmp_path, store):
     other.spool.close()
 
 
+def test_a_folder_that_another_process_is_just_making_is_left_alone(tmp_path, store):
+    made = tmp_path / f".{'b' * 32}"  # it has no lock yet
+    made.mkdir()
+    Rig(tmp_path, store, "c" * 32).spool.close()
+    assert made.is_dir()
+
+
 def test_a_cut_off_file_is_set_aside(tmp_path, store):
     dead = Rig(tmp_path, store)
     dead.spool.add(rows(0))
@@ -214,6 +221,7 @@ def test_the_thread_uploads_and_drain_waits_for_it(tmp_path, store):
     rig.spool.flush()
     assert rig.spool.drain(10.0)
     rig.spool.close()
+    assert rig.spool._thread is not None and not rig.spool._thread.is_alive(), "the folder is another's from now on"
     assert len(shards(store)) == 1
 
 
