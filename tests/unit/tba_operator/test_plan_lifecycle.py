@@ -223,6 +223,7 @@ def test_a_template_changed_while_suspended_is_that_of_the_next_attempt():
 
 def test_a_trainer_that_is_done_completes_the_job_with_its_final_word():
     world = running()
+    world.speak(step=690)  # the last answer that was heard
     pod = world.trainer
     word = said(pod.uid, step=700, state="Complete", reward=0.75)
     world.end(pod, 0, progress=word)
@@ -286,6 +287,16 @@ def test_a_job_that_completes_keeps_its_trainer_although_the_trainers_job_has_ye
     world.reconcile()
     assert world.status.is_true("Complete") and world.jobs() == [1]
     world.settle()
+    assert world.jobs() == [1] and pod.uid in world.pods, "for its logs"
+
+
+@pytest.mark.parametrize("policy", ["None", "Running"])
+def test_a_job_that_failed_keeps_the_trainer_that_failed_it(policy):
+    world = running(runPolicy={"cleanupPolicy": policy})
+    pod = world.trainer
+    world.end(pod, 64)
+    world.settle()
+    assert world.condition("Failed") == ("True", "UserError")
     assert world.jobs() == [1] and pod.uid in world.pods, "for its logs"
 
 

@@ -242,12 +242,12 @@ class Spool:
 
     def _adopt(self, folder: Path) -> None:
         """Take over a dead process's folder: its files, and its lock until they are uploaded."""
-        if folder == self._folder or folder.name.startswith("."):
-            return
+        if folder.name.startswith("."):
+            return  # another process is making it
         try:
             lock = _hold(folder)
         except OSError:
-            return  # its owner lives, or another process is clearing it away
+            return  # its owner lives (for one, we do), or another process is clearing it away
         for partial in folder.glob(f"*{_PARTIAL}"):  # never whole: it would keep the folder for ever
             partial.unlink()
         found = [shard for path in sorted(folder.glob("*.arrow")) if (shard := self._leftover(path)) is not None]
