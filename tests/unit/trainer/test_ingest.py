@@ -413,6 +413,7 @@ def test_a_pause_ends_at_once_for_a_loop_that_wants_data():
             store.put_once(key(seq), shard(seq))
             loop.ingestor.poll_now()
             loop.accept(loop.take(1))
+    assert loop._polls <= 3, "one pause each time, and the next one lasts again"
 
 
 def test_take_without_arrivals_waits_no_longer_than_it_may():
