@@ -94,3 +94,4 @@ def test_counts_that_fall_and_shards_that_come_twice_are_refused():
         book.ingest(ShardId(A, 0))
     with pytest.raises(ValueError, match="lowest_unswept_window must be >= 0"):
         book.swept(-1)
+    assert book.swept(0).ingest_state.lowest_unswept_window == 0, "nothing is swept yet"
