@@ -275,6 +275,7 @@ def test_cleanup_policy_after_completion(policy, jobs, replicas):
     found = world.objects.get(STATEFUL_SET)
     assert world.jobs() == jobs
     assert (found and found["spec"]["replicas"]) == replicas
+    assert world.status.searcher.desired_replicas == (replicas or 0)
     assert world.is_quiet()
 
 
