@@ -77,11 +77,8 @@ def deadlines(policy: RunPolicy, since: Clock) -> list[float]:
 
 def expiry(job: Job) -> float | None:
     """Unix seconds at which a finished job is removed; null: never."""
-    ttl = job.spec.run_policy.ttl_seconds_after_finished
-    if ttl is None or not job.finished:
-        return None
-    ended = parse_time(job.status.completion_time)
-    return None if ended is None else ended + ttl
+    ttl, ended = job.spec.run_policy.ttl_seconds_after_finished, parse_time(job.status.completion_time)
+    return None if ttl is None or ended is None else ended + ttl
 
 
 def last_words(trainer: TrainerStatus) -> str:

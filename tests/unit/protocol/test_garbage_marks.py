@@ -11,7 +11,7 @@ RULES = Retention(keep_last=1, keep_every=None, keep_best=0, retain_versions=1, 
 def view(bucket, checkpoint, **changes):
     manifest = CheckpointManifest.model_validate_json(bucket.store.objects[checkpoint].data)
     fields = {
-        "epoch": bucket.epoch, "latest": bucket.latest, "chain": {checkpoint: manifest}, "snapshots": {},
+        "latest": bucket.latest, "chain": {checkpoint: manifest}, "snapshots": {},
         "references": frozenset(), "pins": frozenset(), "objects": list(bucket.store.list_after("")), "now": 1020.0,
     }  # fmt: skip
     return View(**{**fields, **changes})

@@ -44,6 +44,7 @@ def test_a_rollback_by_hand():
     """Published 120 and checkpointed 100, then crashed: the next trainer goes on from 100."""
     nonce = Nonces()
     latest = first(nonce())
+    assert (latest.commit, latest.epoch, latest.version, latest.step, latest.manifest) == (1, 1, 0, 0, None)
     latest = published(latest, manifest=weights(0, 1), version=0, nonce=nonce())
     latest = checkpointed(latest, checkpoint(0, 1), nonce())
     latest = published(latest, manifest=weights(100, 1), version=100, nonce=nonce())
@@ -116,6 +117,8 @@ def test_what_another_trainer_made_or_a_falling_version_is_refused():
         checkpointed(latest, checkpoint(5, 2), nonce())
     with pytest.raises(ValueError, match="step never falls within an epoch"):
         checkpointed(checkpointed(latest, checkpoint(5, 1), nonce()), checkpoint(4, 1), nonce())
+    same = checkpointed(checkpointed(latest, checkpoint(5, 1), nonce()), checkpoint(5, 1), nonce())
+    assert same.checkpoint == checkpoint(5, 1), "a last one, before the trainer goes, may be of the step just saved"
     with pytest.raises(ValueError, match="must be of an epoch <= 1"):
         evaluation_wanted(latest, weights(1, 2), nonce())
 

@@ -8,7 +8,7 @@ from support.memory_store import MemoryStore
 
 from tba import trace
 from tba.contracts.config import Engine, LiveConfig, Model, Prompts, Reward, RunConfig, Sampling, Storage, Sync, Task
-from tba.contracts.keys import LATEST, EvalKey, ShardKey, WeightsKey
+from tba.contracts.keys import EVAL, LATEST, EvalKey, ShardKey, WeightsKey
 from tba.contracts.keys import RUN as RUN_RECORD
 from tba.contracts.records import (
     EvalRequest,
@@ -322,14 +322,15 @@ def test_equal_responses_of_a_visit_are_scored_once(tmp_path):
     assert rows >= SIZE * 3 and len(rig.pool.calls) <= rows // SIZE + 3
 
 
-def test_a_failed_reward_is_a_row_without_one(tmp_path):
+@pytest.mark.parametrize(("outcome", "count"), [(Outcome.TIMED_OUT, "timed_out_rows"), (Outcome.FAILED, "failed_rows")])
+def test_a_failed_reward_is_a_row_without_one_and_is_counted(tmp_path, outcome, count):
     rig = Rig(tmp_path, scored=False)
-    rig.pool.outcome = Outcome.TIMED_OUT
+    rig.pool.outcome = outcome
     rig.publish(0)
     rig.turns(10)
     rows = [r for _, b in rig.shards() for r in map(b.row, range(len(b)))]
-    assert rows and all(r.outcome is Outcome.TIMED_OUT and r.reward is None for r in rows)
-    assert rig.stats.timed_out_rows >= len(rows)
+    assert rows and all(r.outcome is outcome and r.reward is None for r in rows)
+    assert getattr(rig.stats, count) >= len(rows)
 
 
 def test_a_full_spool_pauses_generation_and_nothing_is_lost(tmp_path):
@@ -349,10 +350,10 @@ def test_a_full_spool_pauses_generation_and_nothing_is_lost(tmp_path):
 def test_without_weights_it_waits_and_says_so(tmp_path):
     rig = Rig(tmp_path)
     rig.turns(3)
-    assert rig.loop._next_visit == 0 and not rig.loop.ready[0]
-    rig.publish(0)
+    assert rig.loop._next_visit == 0 and rig.loop.ready == (False, rig.poller.detail)
+    key = rig.publish(0)
     rig.turns(1)
-    assert rig.loop.ready[0]
+    assert rig.loop.ready == (True, key)
 
 
 def test_sigterm_uploads_finished_visits_and_exits_143(tmp_path):
@@ -405,6 +406,19 @@ def test_an_evaluation_is_done_with_exactly_its_weights_in_all_blocks(tmp_path):
     assert [r.prompt_id for r in rows] == list(range(10))
     rig.loop.turn()
     assert rig.loop._held == newer
+
+
+def test_an_evaluation_that_is_withdrawn_gives_way_to_newer_weights(tmp_path):
+    rig = Rig(tmp_path, capacity=1)
+    request = EvalRequest(prompts="x", num_prompts=10, block_prompts=1, sampling="greedy", samples=1)
+    key = rig.publish(4, evaluation=request)
+    rig.loop.turn()
+    assert rig.loop._evaluation is not None
+    newer = rig.publish(6)
+    while rig.loop._held == key:
+        rig.loop.turn()
+    assert rig.loop._held == newer and rig.loop._evaluation is None
+    assert sum(k.startswith(EVAL) for k in rig.store.objects) < 10
 
 
 def test_blocks_that_exist_are_left_out_and_a_lost_race_is_quiet():

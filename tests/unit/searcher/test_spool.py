@@ -72,6 +72,12 @@ def test_a_shard_is_cut_by_age_and_not_before(tmp_path, store):
     assert rig.spool.pending_shards == 1
     assert rig.spool.upload_once() and not rig.spool.upload_once()
     assert shards(store) == [(ShardKey(5, "s-0", "b" * 32, 0), 2)]
+    for rig.now in (3.0, 4.9):  # the age is that of the oldest row, whenever the shard before was cut
+        rig.spool.add(rows(1))
+        assert rig.spool.pending_shards == 0
+    rig.now = 5.0
+    rig.spool.tick()
+    assert rig.spool.pending_shards == 1
     rig.spool.close()
 
 
@@ -164,6 +170,13 @@ def test_the_spool_of_a_living_process_is_left_alone(tmp_path, store):
     other.spool.close()
 
 
+def test_a_folder_that_another_process_is_just_making_is_left_alone(tmp_path, store):
+    made = tmp_path / f".{'b' * 32}"  # it has no lock yet
+    made.mkdir()
+    Rig(tmp_path, store, "c" * 32).spool.close()
+    assert made.is_dir()
+
+
 def test_a_cut_off_file_is_set_aside(tmp_path, store):
     dead = Rig(tmp_path, store)
     dead.spool.add(rows(0))
@@ -208,7 +221,21 @@ def test_the_thread_uploads_and_drain_waits_for_it(tmp_path, store):
     rig.spool.flush()
     assert rig.spool.drain(10.0)
     rig.spool.close()
+    assert rig.spool._thread is not None and not rig.spool._thread.is_alive(), "the folder is another's from now on"
     assert len(shards(store)) == 1
+
+
+def test_uploads_that_a_bug_has_ended_are_not_waited_for_and_are_not_taken_for_done(tmp_path, store):
+    rig = Rig(tmp_path, store)
+    store.put_once = lambda key, data: 1 / 0
+    rig.spool.start()
+    rig.spool.add(rows(0))
+    rig.spool.flush()
+    assert not rig.spool.drain(3600.0)
+    with pytest.raises(ZeroDivisionError):
+        rig.spool.check()
+    rig.spool.close()
+    assert len(list(tmp_path.glob("*/*.arrow"))) == 1
 
 
 def test_shards_of_a_fast_job_are_a_fraction_of_a_second():

@@ -170,6 +170,8 @@ def test_an_evaluation_of_older_weights_is_fetched_beside_the_newest_and_then_le
     rig.poll()
     wanted = rig.poller.evaluation()
     assert wanted is not None and wanted[1] is not None and wanted[1].key == key(2)
+    rig.poll()
+    assert rig.fetched == [key(2), key(4), key(2)], "it is kept until it begins"
     rig.poller.evaluation_started(key(2))
     rig.poller.evaluation_finished(key(2))
     assert rig.poller.evaluation() is None

@@ -5,6 +5,8 @@ import copy
 import pytest
 from support.job_world import NAMESPACE, World, job_ref, said
 
+from tba_operator.api import TrainerStatus
+from tba_operator.lifecycle import last_words
 from tba_operator.world import ApplyError
 
 
@@ -70,6 +72,20 @@ def test_failures_without_a_new_checkpoint_beyond_the_limit_fail_the_job_with_th
     assert world.condition("Failed") == ("True", "BackoffLimitExceeded")
     assert "failed 3 times without a new checkpoint" in world.message("Failed")
     assert "exit code 137 (OOMKilled)" in world.message("Failed")
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "message", "words"),
+    [
+        (137, "OOMKilled", "killed", "exit code 137 (OOMKilled): killed"),
+        (1, None, None, "exit code 1"),
+        (None, "Evicted", "low on memory", "Evicted: low on memory"),
+        (None, None, None, ""),
+    ],
+)
+def test_the_last_end_is_told_by_what_is_known_of_it(code, reason, message, words):
+    ended = TrainerStatus(last_exit_code=code, last_reason=reason, last_message=message)
+    assert last_words(ended) == words
 
 
 def test_a_new_checkpoint_forgives_the_failures_before_it():

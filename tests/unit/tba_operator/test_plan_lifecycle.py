@@ -233,6 +233,7 @@ def test_a_template_changed_while_suspended_is_that_of_the_next_attempt():
 
 def test_a_trainer_that_is_done_completes_the_job_with_its_final_word():
     world = running()
+    world.speak(step=690)  # the last answer that was heard
     pod = world.trainer
     word = said(pod.uid, step=700, state="Complete", reward=0.75)
     world.end(pod, 0, progress=word)
@@ -284,6 +285,7 @@ def test_cleanup_policy_after_completion(policy, jobs, replicas):
     found = world.objects.get(STATEFUL_SET)
     assert world.jobs() == jobs
     assert (found and found["spec"]["replicas"]) == replicas
+    assert world.status.searcher.desired_replicas == (replicas or 0)
     assert world.is_quiet()
 
 
@@ -296,6 +298,16 @@ def test_a_job_that_completes_keeps_its_trainer_although_the_trainers_job_has_ye
     world.reconcile()
     assert world.status.is_true("Complete") and world.jobs() == [1]
     world.settle()
+    assert world.jobs() == [1] and pod.uid in world.pods, "for its logs"
+
+
+@pytest.mark.parametrize("policy", ["None", "Running"])
+def test_a_job_that_failed_keeps_the_trainer_that_failed_it(policy):
+    world = running(runPolicy={"cleanupPolicy": policy})
+    pod = world.trainer
+    world.end(pod, 64)
+    world.settle()
+    assert world.condition("Failed") == ("True", "UserError")
     assert world.jobs() == [1] and pod.uid in world.pods, "for its logs"
 
 

@@ -24,12 +24,14 @@ def test_a_life_is_told_in_events():
     world.events.clear()
     world.change(None, suspend=True)
     world.settle()
+    assert ("SearchersScaled", "5 → 0 by spec.suspend") in world.events
     assert reasons(world) == ["SearchersScaled", "Suspended"]
     world.change(None, suspend=False)
     world.settle()
     assert reasons(world) == ["SearchersScaled", "Resumed", "TrainerStarted"]
     world.end(world.trainer, 0)
     world.settle()
+    assert ("SearchersScaled", "5 → 0 by the end of the job") in world.events
     assert reasons(world) == ["Completed", "SearchersScaled"]
 
 

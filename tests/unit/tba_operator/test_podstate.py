@@ -108,8 +108,8 @@ def test_an_evicted_pod_without_container_status_tells_the_kubelets_reason():
 
 
 def test_a_pod_that_failed_in_an_init_container_says_which():
-    init = {"name": "fetch", **terminated(7, message="no such host")}
-    ended = pod_of(raw_pod(phase="Failed", container=waiting("PodInitializing"), init=[init])).ended
+    init = [{"name": "done", **terminated(0, "Completed")}, {"name": "fetch", **terminated(1, message="no such host")}]
+    ended = pod_of(raw_pod(phase="Failed", container=waiting("PodInitializing"), init=init)).ended
     assert ended is not None
     assert (ended.exit_code, ended.message) == (NO_EXIT_CODE, "init container fetch: no such host")
 
@@ -123,6 +123,7 @@ def test_an_init_container_that_fails_again_and_again_is_the_last_end():
 def test_a_pod_without_a_role_is_none_of_ours():
     assert not has_role(raw_pod(labels={"tba.dev/role": "proxy"}))
     assert not has_role({"metadata": {"name": "x"}})
+    assert has_role(raw_pod()) and has_role(raw_pod("searcher"))
 
 
 def test_a_pod_belongs_to_the_workload_that_controls_it():

@@ -126,11 +126,12 @@ def test_files_are_made_one_at_a_time_and_are_gone_when_the_next_is_made(monkeyp
 
 def test_facts_of_the_loop_come_back_from_a_checkpoint():
     store = MemoryStore()
-    facts = LoopFacts("weights/x", [IngestEntry(before_step=3, key="k", num_rows=2)], ["shards/readme", "shards/a"])
+    carried, live = [IngestEntry(before_step=3, key="k", num_rows=2)], live_config()
+    facts = LoopFacts("weights/x", carried, ["shards/readme", "shards/a"], live)
     saved = TrainerState({}, {"shard_paths": {}, **facts.to_json()})
     key = write_checkpoint(store, manifest(0), saved)
     again = LoopFacts.of(read_checkpoint(store, key)[1].facts, key)
-    assert again == LoopFacts("weights/x", list(facts.carried), ["shards/a", "shards/readme"])
+    assert again == LoopFacts("weights/x", carried, ["shards/a", "shards/readme"], live)
 
 
 @pytest.mark.parametrize(("fact", "value"), [("carried", ['{"later": 1}']), ("live", '{"later": 1}')])

@@ -52,7 +52,7 @@ def test_a_superseded_trainer_is_fenced_at_its_next_commit_and_for_ever_and_chan
     with pytest.raises(Fenced):
         old.commit(window_advanced)
     assert store.count("cas") == swaps, "once fenced it does not even try"
-    assert new.commit(window_advanced).commit == 3
+    assert new.commit(window_advanced).commit == 3 and new.check() == stored(store)
 
 
 def test_a_lost_reply_counts_as_the_commit_it_was():

@@ -108,6 +108,27 @@ def test_what_a_dead_trainer_left_unfinished_goes_after_the_next_one_has_publish
     assert bucket.folders(CHECKPOINTS) == ["1/2"]
 
 
+def test_an_upload_that_still_goes_on_is_no_debris_however_long_ago_it_began():
+    bucket = Bucket()
+    begun = bucket.snapshot(7, complete=False, commit=False)
+    bucket.take_over()
+    bucket.snapshot(0)
+    bucket.store.clock += 2 * GRACE
+    bucket.store.put_once(begun.replace("manifest.json", "more.safetensors"), b"w")
+    assert sweep(bucket).num_objects == 0
+
+
+def test_what_an_unreadable_delta_builds_on_is_unknown_so_no_weights_are_swept():
+    bucket = Bucket()
+    made = [bucket.snapshot(version) for version in range(4)]
+    newest = bucket.snapshot(4, base=made[1])
+    whole, bucket.store.objects[newest].data = bucket.store.objects[newest].data, b"{"
+    bucket.store.clock += 2 * GRACE
+    assert sweep(bucket).num_objects == 0
+    bucket.store.objects[newest].data = whole
+    assert sweep(bucket).num_objects > 0
+
+
 def test_checkpoints_are_kept_by_number_interval_score_and_pin_and_stay_reachable():
     bucket = Bucket()
     scores = {10: 0.9, 20: 0.1, 30: 0.2, 40: 0.3, 50: 0.4, 60: 0.5, 70: 0.6}
@@ -120,7 +141,8 @@ def test_checkpoints_are_kept_by_number_interval_score_and_pin_and_stay_reachabl
     assert bucket.restorable() == [70, 50, 40, 10], "fallback passes over what is gone by the manifests left behind"
     sweep(bucket, Retention(keep_last=1, keep_every=None, keep_best=0, retain_versions=1, grace_seconds=GRACE))
     assert bucket.restorable() == [70, 40]
-    assert not any("0000000010/" in key for key in bucket.store.objects), "nothing is reached through it any more"
+    left = {int(key.split("/")[1]) for key in bucket.store.objects if key.startswith(CHECKPOINTS)}
+    assert left == {70, 60, 50, 40}, "nothing is reached through the older ones any more"
 
 
 @pytest.mark.parametrize("known", ["by a later checkpoint", "by the trainer alone"])
@@ -134,6 +156,42 @@ def test_the_best_checkpoint_is_the_one_of_the_evaluated_step_though_its_score_c
     bucket.store.clock += 2 * GRACE
     sweep(bucket, replace(KEEP, keep_best=1), scores=fresh)
     assert bucket.restorable() == ([40, 20] if not fresh else [40, 30])
+
+
+def test_the_second_best_stays_for_the_grace_time_after_it_has_become_the_third():
+    bucket = Bucket()
+    for step, score in ((5, 0.0), (10, 0.1), (20, 0.9)):
+        bucket.checkpoint(step, score=score)
+    bucket.store.clock += 2 * GRACE
+    bucket.checkpoint(30, score=0.5)
+    bucket.checkpoint(40)
+    rules = replace(KEEP, keep_best=2)
+    sweep(bucket, rules)
+    assert bucket.restorable() == [40, 30, 20, 10], "the worst has been the third for long"
+    bucket.store.clock += GRACE
+    sweep(bucket, rules)
+    assert bucket.restorable() == [40, 30, 20]
+
+
+def test_a_pinned_checkpoint_stays_though_a_later_trainer_rolled_it_back_and_debris_of_its_step_does_not():
+    bucket = Bucket()
+    bucket.checkpoint(10)
+    bucket.checkpoint(20, commit=False)
+    bucket.checkpoint(20, commit=False, complete=False)
+    bucket.store.put_once(pin_key(20), b"")
+    bucket.take_over()
+    bucket.checkpoint(30)
+    bucket.store.clock += 2 * GRACE
+    assert sweep(bucket).num_objects == 3, "step 10 and the data of the unfinished one"
+    assert bucket.folders(CHECKPOINTS) == ["20/1", "30/2"]
+
+
+def test_a_chain_without_one_whole_checkpoint_is_left_for_a_person_to_mend():
+    bucket = Bucket()
+    for step in (10, 20):
+        bucket.store.delete([bucket.checkpoint(step).replace("manifest.json", "data.safetensors")])
+    bucket.store.clock += 2 * GRACE
+    assert sweep(bucket).num_objects == 0
 
 
 def test_a_chain_that_cannot_be_read_stops_the_sweep_of_checkpoints():
@@ -288,6 +346,7 @@ def test_a_retention_that_keeps_nothing_and_an_unknown_buffer_are_refused():
         Retention(0, None, 0, 1, GRACE)
     with pytest.raises(ValueError, match="must be >= 1"):
         Retention(1, None, 0, 1, -1.0)
+    assert Retention(1, None, 0, 1, 0.0).grace_seconds == 0.0, "the job's schema allows it"
 
 
 def test_an_onlooker_sweeps_what_the_trainer_would_and_says_so_before():

@@ -58,6 +58,7 @@ class Loop:
         ingested: set[ShardId] | None = None,
         foreign=(),
         searcher_poll_seconds: float = 2.0,
+        poll_seconds: float = 0.0005,
     ) -> None:
         self.commit = 1
         self.ingested = ingested or set()
@@ -71,7 +72,7 @@ class Loop:
             commit=self._poll_begins,
             is_ingested=lambda shard_id: shard_id in self.ingested,
             starved=lambda: False,
-            poll_seconds=lambda: 0.0005,
+            poll_seconds=lambda: poll_seconds,
             searcher_poll_seconds=lambda: searcher_poll_seconds,
             give_up_seconds=600.0,
             foreign=foreign,
@@ -403,6 +404,16 @@ def test_error_that_is_no_outage_reaches_the_loop():
     loop.ingestor.close()
     with pytest.raises(ZeroDivisionError, match="a bug"):
         loop.ingestor.take(0.0)
+
+
+def test_a_pause_ends_at_once_for_a_loop_that_wants_data():
+    store = MemoryStore()
+    with reading(store, poll_seconds=3600.0) as loop:
+        for seq in range(2):
+            store.put_once(key(seq), shard(seq))
+            loop.ingestor.poll_now()
+            loop.accept(loop.take(1))
+    assert loop._polls <= 3, "one pause each time, and the next one lasts again"
 
 
 def test_take_without_arrivals_waits_no_longer_than_it_may():

@@ -2,7 +2,7 @@
 
 Only `weights/`, `checkpoints/` and, if asked, `shards/` are ever swept. A folder (one snapshot or checkpoint) goes when
 
-* its epoch is not later than ours, and it is older than what `latest` names: anything else may be in flight;
+* it is older than what `latest` names: anything else may be in flight;
 * nothing roots it: `latest`, version 0, a reference, a kept or pinned checkpoint, the newest versions, a live delta;
 * what superseded it has stood for the grace time by the server's clock, and so has its own newest object;
 * no delta that stays builds on it.
@@ -69,8 +69,6 @@ class Retention:
 class View:
     """The bucket as the sweeping trainer sees it. `latest` was read before everything else."""
 
-    epoch: int
-    """Of the sweeping trainer."""
     latest: Latest
     chain: Mapping[str, CheckpointManifest]
     """Manifest key -> record, from `latest.checkpoint` through the parents, newest first."""
@@ -137,65 +135,49 @@ def _dead_snapshots(view: View, retention: Retention) -> Iterator[_Folder]:
         return
     folders = list(_folders(view.objects, WEIGHTS))
     newest = WeightsKey.parse(view.latest.manifest)
-    limit = min((newest.epoch, newest.version), (view.epoch + 1, 0))
-    # A snapshot beyond `latest` is not visible yet, so it pushes nothing out.
+    # A snapshot beyond `latest` is not visible yet: it pushes nothing out, and nothing pushes it out.
     visible = [f for f in folders if f.order <= (newest.epoch, newest.version) and f.manifest_time is not None]
-    made = sorted({f.order for f in visible}, reverse=True)
     roots = {view.latest.manifest, view.latest.evaluation, *view.references}
-    roots |= {f.manifest for f in visible if f.order[1] == 0 or f.order in made[: retention.retain_versions]}
-    live = _with_bases(view, {f.manifest for f in folders if f.manifest in roots})
-    if live is None:
-        return
+    roots |= {f.manifest for f in visible if f.order[1] == 0}
     dead: list[_Folder] = []
     for folder in folders:
         superseded = _nth_newer(visible, folder.order, 1 if folder.manifest_time is None else retention.retain_versions)
-        if folder.manifest not in live and folder.order < limit and _stands(view, retention, folder, superseded):
+        if folder.manifest not in roots and _stands(view, retention, folder, superseded):
             dead.append(folder)
-    needed = _bases(view, {f.manifest for f in folders} - {f.manifest for f in dead})
-    yield from (folder for folder in dead if folder.manifest not in needed)
+    whole = {f.manifest for f in folders if f.manifest_time is not None}
+    needed = _bases(view, whole - {f.manifest for f in dead})
+    if needed is not None:
+        yield from (folder for folder in dead if folder.manifest not in needed)
 
 
-def _bases(view: View, staying: set[str]) -> set[str]:
-    """What the deltas among `staying` build on. Somebody may yet read a delta that has its grace time still to run, so
-    its anchor stays as long, however long ago that was superseded."""
+def _bases(view: View, staying: Collection[str]) -> set[str] | None:
+    """What the deltas among `staying` build on; None if a manifest cannot be read, so that nothing is known dead.
+
+    Somebody may yet read a delta that has its grace time still to run, so its anchor stays as long, however long ago
+    that was superseded.
+    """
     found: set[str] = set()
-    for key in staying:
-        manifest = view.snapshots.get(key)
-        while manifest is not None and manifest.base is not None and manifest.base not in found:
+    todo = list(staying)
+    while todo:
+        manifest = view.snapshots.get(todo.pop())
+        if manifest is None:
+            return None
+        if manifest.base is not None and manifest.base not in found:
             found.add(manifest.base)
-            manifest = view.snapshots.get(manifest.base)
+            todo.append(manifest.base)
     return found
 
 
-def _with_bases(view: View, roots: set[str]) -> set[str] | None:
-    """`roots` and all that their deltas build on; None if a manifest cannot be read, so that nothing is known dead."""
-    live: set[str] = set()
-    todo = list(roots)
-    while todo:
-        key = todo.pop()
-        if key in live:
-            continue
-        live.add(key)
-        manifest = view.snapshots.get(key)
-        if manifest is None:
-            return None
-        if manifest.base is not None:
-            todo.append(manifest.base)
-    return live
-
-
 def _dead_checkpoint_keys(view: View, retention: Retention, kept: list[str]) -> Iterator[str]:
-    if view.latest.checkpoint is None or not kept:
+    if not kept:
         return
-    newest = CheckpointKey.parse(view.latest.checkpoint)
-    limit = min((newest.epoch, newest.step), (view.epoch + 1, 0))
     folders = {f.manifest: f for f in _folders(view.objects, CHECKPOINTS)}
     reachable = [folders[key] for key in view.chain if key in folders]
     chain, scores = list(view.chain), _scores(view)
-    needed = set(chain[: chain.index(kept[-1]) + 1])  # the manifests through which the oldest kept one is reached
+    needed = set(chain[: chain.index(kept[-1])])  # the manifests through which the oldest kept one is reached
     for folder in folders.values():
         pinned = folder.order[1] in view.pins and folder.manifest_time is not None
-        if folder.manifest in kept or pinned or not folder.order < limit:
+        if folder.manifest in kept or pinned:
             continue
         superseded = _checkpoint_superseded(view, retention, folder, reachable, scores)
         if _stands(view, retention, folder, superseded):

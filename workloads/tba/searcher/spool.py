@@ -80,13 +80,12 @@ class Spool:
         window: Callable[[], int],
         limits: Callable[[], SpoolLimits],
         clock: Callable[[], float] = time.monotonic,
-        rng: random.Random | None = None,
     ) -> None:
         """`directory` is shared by all processes of this searcher name and run. Adopts what dead ones left there."""
         self._store = store
         self._header, self._window, self._limits = header, window, limits
         self._clock = clock
-        self._rng = rng or random.Random()
+        self._rng = random.Random()  # of its own: an engine seeds the module's alike in every searcher
         first = header(0)
         self._run, self._searcher, self._incarnation = first.run, first.searcher, first.incarnation
         self._folder = directory / first.incarnation
@@ -196,9 +195,10 @@ class Spool:
         return True
 
     def drain(self, timeout_seconds: float) -> bool:
-        """Wait until everything cut is uploaded; False if time ran out. What is left stays on disk."""
+        """Wait until everything cut is uploaded; False if it is not, in time or ever. What is left stays on disk."""
         with self._guard:
-            return self._guard.wait_for(lambda: not self._pending or self._error is not None, timeout_seconds)
+            self._guard.wait_for(lambda: not self._pending or self._error is not None, timeout_seconds)
+            return not self._pending
 
     def close(self) -> None:
         """Stop uploading and release the folder."""
@@ -242,12 +242,12 @@ class Spool:
 
     def _adopt(self, folder: Path) -> None:
         """Take over a dead process's folder: its files, and its lock until they are uploaded."""
-        if folder == self._folder or folder.name.startswith("."):
-            return
+        if folder.name.startswith("."):
+            return  # another process is making it
         try:
             lock = _hold(folder)
         except OSError:
-            return  # its owner lives, or another process is clearing it away
+            return  # its owner lives (for one, we do), or another process is clearing it away
         for partial in folder.glob(f"*{_PARTIAL}"):  # never whole: it would keep the folder for ever
             partial.unlink()
         found = [shard for path in sorted(folder.glob("*.arrow")) if (shard := self._leftover(path)) is not None]

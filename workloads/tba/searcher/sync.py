@@ -51,14 +51,13 @@ class Poller:
         interval_seconds: Callable[[], float],
         fetch: Fetch,
         clock: Callable[[], float] = time.monotonic,
-        rng: random.Random | None = None,
     ) -> None:
         self._store = store
         self._run_id = run_id
         self._interval_seconds = interval_seconds
         self._fetch = fetch
         self._clock = clock
-        self._rng = rng or random.Random()
+        self._rng = random.Random()  # of its own: an engine seeds the module's alike in every searcher
         self._lock = threading.Lock()
         self._etag: str | None = None
         self._latest: Latest | None = None

@@ -31,11 +31,6 @@ class Swept:
 class Guard(Protocol):
     """In whose epoch is swept: the trainer's `Committer`, or an `Onlooker`."""
 
-    @property
-    def epoch(self) -> int:
-        """Of the sweeper."""
-        ...
-
     def check(self) -> Latest:
         """`latest` as it is now. Raises: Fenced once it is of another epoch; StoreUnavailable."""
         ...
@@ -47,15 +42,15 @@ class Onlooker:
     def __init__(self, store: ObjectStore) -> None:
         """Raises: UserError if there is no run; StoreUnavailable, CorruptObject."""
         self._store = store
-        self.epoch = self._read().epoch
+        self._epoch = self._read().epoch
 
     def check(self) -> Latest:
         """See Guard."""
         latest = self._read()
-        if latest.epoch != self.epoch:
+        if latest.epoch != self._epoch:
             raise Fenced(
                 f"a trainer took {self._store.uri} over, as epoch {latest.epoch}, while this swept in epoch "
-                f"{self.epoch}: nothing more is deleted; sweep again if that is still wanted"
+                f"{self._epoch}: nothing more is deleted; sweep again if that is still wanted"
             )
         return latest
 
@@ -130,7 +125,6 @@ class Sweeper:
             int(name) for o in self._store.list_after(PINS) if (name := o.key.removeprefix(PINS)).isdecimal()
         )
         return View(
-            epoch=self._committer.epoch,
             latest=latest,
             chain=chain,
             snapshots=self._read_snapshots(objects),
