@@ -129,6 +129,18 @@ def test_what_an_unreadable_delta_builds_on_is_unknown_so_no_weights_are_swept()
     assert sweep(bucket).num_objects > 0
 
 
+def test_what_the_newest_delta_builds_on_stays_while_its_manifest_is_gone():
+    bucket = Bucket()
+    made = [bucket.snapshot(version) for version in range(4)]
+    newest = bucket.snapshot(4, base=made[1])
+    gone = bucket.store.objects.pop(newest)
+    bucket.store.clock += 2 * GRACE
+    assert sweep(bucket).num_objects == 0, "somebody may restore it from a copy"
+    bucket.store.objects[newest] = gone
+    sweep(bucket)
+    assert not bucket.missing()
+
+
 def test_checkpoints_are_kept_by_number_interval_score_and_pin_and_stay_reachable():
     bucket = Bucket()
     scores = {10: 0.9, 20: 0.1, 30: 0.2, 40: 0.3, 50: 0.4, 60: 0.5, 70: 0.6}

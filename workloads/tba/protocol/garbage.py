@@ -144,8 +144,8 @@ def _dead_snapshots(view: View, retention: Retention) -> Iterator[_Folder]:
         superseded = _nth_newer(visible, folder.order, 1 if folder.manifest_time is None else retention.retain_versions)
         if folder.manifest not in roots and _stands(view, retention, folder, superseded):
             dead.append(folder)
-    whole = {f.manifest for f in folders if f.manifest_time is not None}
-    needed = _bases(view, whole - {f.manifest for f in dead})
+    read = {f.manifest for f in folders if f.manifest_time is not None or f.manifest in roots}
+    needed = _bases(view, read - {f.manifest for f in dead})
     if needed is not None:
         yield from (folder for folder in dead if folder.manifest not in needed)
 
