@@ -370,7 +370,7 @@ RL = (
         "NeMo-RL#3470, open-instruct#1887, trl#7176, trl#5320",
         own(
             "unit/searcher/test_searcher_loop",
-            "a_failed_reward_is_a_row_without_one",
+            "a_failed_reward_is_a_row_without_one_and_is_counted",
             "sigterm_uploads_finished_visits_and_exits_143",
         )
         + own("unit/trainer/test_evaluate_rows", "failures_do_not_pull_the_mean_down"),
