@@ -77,14 +77,16 @@ def workload(
     }
     if current is not None and _is_true(current, "QuotaReserved"):
         spec = {name: value for name, value in current["spec"].items() if name != "active"}
-        return {"apiVersion": API_VERSION, "kind": "Workload", "metadata": metadata, "spec": spec}
-    pod_sets = [
-        _pod_set("trainer", trainer_template, job.spec.trainer.nodes),
-        _pod_set("searcher", searcher_template, searcher_count, at_least=job.spec.searcher.min_available),
-    ]
-    spec = {"queueName": job.queue, "podSets": pod_sets, **_priority(priority_class)}
-    # Of what is no longer asked for the spec alone shows no difference: Kueue and the API server add to it.
-    metadata["annotations"] = {INPUTS_ANNOTATION: digest(spec)}
+        kept = current["metadata"].get("annotations", {})
+        metadata["annotations"] = {name: text for name, text in kept.items() if name == INPUTS_ANNOTATION}
+    else:
+        pod_sets = [
+            _pod_set("trainer", trainer_template, job.spec.trainer.nodes),
+            _pod_set("searcher", searcher_template, searcher_count, at_least=job.spec.searcher.min_available),
+        ]
+        spec = {"queueName": job.queue, "podSets": pod_sets, **_priority(priority_class)}
+        # Of what is no longer asked for the spec alone shows no difference: Kueue and the API server add to it.
+        metadata["annotations"] = {INPUTS_ANNOTATION: digest(spec)}
     return {"apiVersion": API_VERSION, "kind": "Workload", "metadata": metadata, "spec": spec}
 
 
